@@ -1,0 +1,1 @@
+"""Hardware profiles, one YAML file each."""

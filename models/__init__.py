@@ -1,0 +1,1 @@
+"""Model geometries (YAML) and the embedded model."""

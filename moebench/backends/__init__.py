@@ -1,0 +1,1 @@
+"""Tensor libraries behind one small interface."""

@@ -1,0 +1,1 @@
+"""Experts on disk: packs, quantisation, read engines."""

@@ -1,0 +1,1 @@
+"""Time, measured or modeled."""

@@ -1,0 +1,74 @@
+"""The contract of time: one interface for a clock that measures and a clock that models.
+
+The loop asks for reads, copies and compute and waits on tickets; a ``WallTimeline`` does the work, a ``VirtualTimeline``
+works out when it would be done. Knows nothing of what an expert means.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+DEMAND, PREFETCH = 0, 1
+
+
+class Ticket:
+    """One transfer under way. ``key`` is the expert; the timeline that issued it knows when it is complete."""
+
+    __slots__ = ("done_s", "error", "handle", "issued_s", "key", "nbytes", "priority", "slot")
+
+    def __init__(self, key: int, nbytes: int, slot: int, priority: int, issued_s: float) -> None:
+        self.key, self.nbytes, self.slot, self.priority, self.issued_s = key, nbytes, slot, priority, issued_s
+        self.done_s: float | None = None  # completion time in seconds, once known
+        self.handle: object = None  # private to the timeline
+        self.error: BaseException | None = None
+
+
+class Timeline(ABC):
+    """A clock in seconds from the start of the run, with transfers that proceed beside it.
+
+    Contract: ``now`` never goes back. A ticket is complete exactly when ``is_ready`` says so or ``wait`` has returned; its
+    bytes may be read only then. A demand read is served before prefetch reads that were issued earlier. ``wait`` raises what
+    went wrong with the transfer, and then the slot holds nothing usable.
+    """
+
+    clock: str  # "wall" or "virtual"
+
+    @abstractmethod
+    def now(self) -> float:
+        """Seconds since the run began."""
+
+    @abstractmethod
+    def read(self, keys: Sequence[int], slots: Sequence[int], tier: str, priority: int) -> list[Ticket]:
+        """Start reading whole experts from storage into slots of ``tier``, in this order; never blocks."""
+
+    @abstractmethod
+    def copy(self, key: int, source: tuple[str, int], target: tuple[str, int], after: Ticket | None) -> Ticket:
+        """Start copying one expert between tiers, given as (tier name, slot), once ``after`` is complete; never blocks."""
+
+    @abstractmethod
+    def is_ready(self, ticket: Ticket) -> bool:
+        """Whether the transfer is complete at ``now``, without waiting."""
+
+    @abstractmethod
+    def promote(self, ticket: Ticket) -> None:
+        """Give a prefetch the priority of demand: the loop is about to wait for it."""
+
+    @abstractmethod
+    def wait(self, ticket: Ticket) -> float:
+        """Wait for one transfer; returns the seconds stalled. Raises the transfer's own error."""
+
+    @abstractmethod
+    def compute_experts(self, count: int, rows: int) -> None:
+        """``count`` experts ran over ``rows`` (row, expert) pairs: a modeled clock advances, a measured one does nothing."""
+
+    @abstractmethod
+    def compute_dense(self, layers: int, rows: int, context: int, final: bool) -> None:
+        """Attention and all else of ``layers`` layers ran over ``rows`` rows at ``context`` tokens; ``final`` adds the head."""
+
+    @abstractmethod
+    def host_sync(self) -> None:
+        """The host read back a routing decision from the device."""
+
+    def close(self) -> None:  # noqa: B027 - nothing to release by default
+        """Release threads and files."""

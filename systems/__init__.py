@@ -1,0 +1,1 @@
+"""The systems that moebench ships, one folder each."""
