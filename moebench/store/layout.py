@@ -1,0 +1,101 @@
+"""The logical content of an expert, and the byte layouts that a pack may store it in.
+
+Logical content is independent of any machine: per tensor either bf16 values, or unsigned integers with scale and bias
+(w = q * scale + bias). A ``ByteLayout`` turns it into the bytes a kernel wants; two packs of one model in different byte
+layouts have one logical hash.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class QuantSpec:
+    """How weights are quantised: ``none`` (bf16), ``int8`` (symmetric per output row) or ``int4`` (affine per group)."""
+
+    kind: str = "int4"
+    group: int = 64
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("none", "int8", "int4"):
+            raise ValueError(f"quant {self.kind!r} is not one of none, int8, int4")
+        if self.kind == "int4" and self.group not in (32, 64, 128):
+            raise ValueError(f"group {self.group} is not one of 32, 64, 128")
+
+
+@dataclass(frozen=True, eq=False)
+class LogicalTensor:
+    """One weight matrix [out, in] (or a bias vector [out]) of one expert.
+
+    ``none``: ``values`` is uint16 holding bf16 bits. ``int4``: ``values`` is uint8 [out, in] in 0..15, ``scale`` and ``bias``
+    are uint16 bf16 bits [out, in/group]. ``int8``: ``values`` is int8 [out, in], ``scale`` is uint16 bf16 bits [out], no bias.
+    Vectors are always ``none``.
+    """
+
+    name: str
+    kind: str
+    values: np.ndarray
+    scale: np.ndarray | None = None
+    bias: np.ndarray | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical shape, before any packing."""
+        return tuple(self.values.shape)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Where one encoded part of an expert lies inside its extent; the same for all experts of a pack.
+
+    ``name`` is e.g. ``gate_up_proj`` or ``gate_up_proj.scales``; ``dtype`` a safetensors-style name (``U8``, ``I8``, ``BF16``);
+    ``offset`` and ``nbytes`` are relative to the expert's first byte; offsets are 64-byte aligned.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    nbytes: int
+
+
+class ByteLayout(ABC):
+    """Encodes logical tensors for one kernel family, losslessly or not at all."""
+
+    name: str  # "plain", "torch_cpu" or "mlx"
+    isa: str  # instruction set the bytes depend on, or "any"
+
+    @abstractmethod
+    def encode(self, tensor: LogicalTensor) -> dict[str, np.ndarray]:
+        """Encoded parts by name (``NAME`` and, where needed, ``NAME.scales``), as C-contiguous arrays.
+
+        Raises ``LayoutError`` naming tensor and group where the encoding would not be exact.
+        """
+
+    @abstractmethod
+    def decode(self, name: str, kind: str, shape: tuple[int, ...], parts: Mapping[str, np.ndarray]) -> LogicalTensor:
+        """The inverse of ``encode``; ``decode(encode(x)) == x`` bit for bit."""
+
+
+class LayoutError(ValueError):
+    """A tensor that a byte layout cannot hold exactly."""
+
+
+class ExpertSource(Protocol):
+    """Where a pack's weights come from: a model in memory, a folder of safetensors, a random generator."""
+
+    layers: int
+    experts: int
+    model: Mapping[str, Any]  # name, config (dict), weights hash; copied into the manifest
+
+    def expert(self, layer: int, expert: int) -> dict[str, np.ndarray]:
+        """Tensors of one expert by name, fp32 [out, in] or [out], in a fixed order of names."""
+
+    def dense(self) -> dict[str, np.ndarray]:
+        """Everything else, as safetensors-compatible numpy arrays (bf16 as uint16 under ``NAME`` with dtype tag)."""
