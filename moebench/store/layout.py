@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -97,5 +98,5 @@ class ExpertSource(Protocol):
     def expert(self, layer: int, expert: int) -> dict[str, np.ndarray]:
         """Tensors of one expert by name, fp32 [out, in] or [out], in a fixed order of names."""
 
-    def dense(self) -> dict[str, np.ndarray]:
-        """Everything else, as safetensors-compatible numpy arrays (bf16 as uint16 under ``NAME`` with dtype tag)."""
+    def write_dense(self, path: Path) -> int:
+        """Write everything but the routed experts as one safetensors file; returns its size in bytes."""
