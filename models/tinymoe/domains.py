@@ -62,7 +62,7 @@ def chain(rng: random.Random, level: float = 1.0) -> Item:
 
 
 def recall(rng: random.Random, level: float = 1.0) -> Item:
-    """Look up three of up to 12 two-letter keys with two-digit values."""
+    """Look up three of up to 12 two-letter keys with two-digit values; the keys are restated before the answer."""
     count = _length(rng, level, 2, 12)
     keys: list[str] = []
     while len(keys) < count:
@@ -72,7 +72,8 @@ def recall(rng: random.Random, level: float = 1.0) -> Item:
     values = {key: f"{rng.randrange(10, 100)}" for key in keys}
     asked = [rng.choice(keys) for _ in range(min(3, count))]
     prompt = "recall: " + " , ".join(f"{k} {v}" for k, v in values.items()) + " ? " + " , ".join(asked)
-    return Item("recall", prompt + " ?", "", " ".join(values[k] for k in asked))
+    steps = " ; ".join(f"{k} {values[k]}" for k in asked)
+    return Item("recall", prompt + " ?", steps, " ".join(values[k] for k in asked))
 
 
 def lists(rng: random.Random, level: float = 1.0) -> Item:

@@ -29,7 +29,7 @@ ITEMS_PER_STEP = 56
 PROMPT_WEIGHT, STEPS_WEIGHT, ANSWER_WEIGHT = 0.1, 1.0, 2.0
 AUX_LOSS_COEF = 0.01
 PEAK_LR = {"moe": 4e-3, "draft": 4e-3}
-CURRICULUM_SHARE = 0.35  # of all steps, until items reach full length
+CURRICULUM_SHARE = 0.3  # of all steps, until items reach full length
 
 
 def build_tokenizer(out: Path):
@@ -120,7 +120,7 @@ def encode(items: list[Item], tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
 def batch(seed: int, step: int, total: int) -> list[Item]:
     """The items of one step; a pure function of its arguments, so a resumed run sees the same data."""
     rng = random.Random(f"{seed}/{step}")
-    reach = min(1.0, 0.1 + step / (CURRICULUM_SHARE * total))
+    reach = min(1.0, 0.2 + step / (CURRICULUM_SHARE * total))
     domains = rng.choices(list(DOMAIN_SHARES), list(DOMAIN_SHARES.values()), k=ITEMS_PER_STEP)
     level = [reach if rng.random() < 0.6 else rng.random() * reach for _ in domains]
     return [generate(d, rng, test=False, level=x) for d, x in zip(domains, level, strict=True)]
