@@ -1,0 +1,99 @@
+"""The ``torch_cpu`` byte layout: expert tensors as torch's CPU kernels read them.
+
+``none`` stores bf16, ``int8`` int8 rows with bf16 row scales, ``int4`` torch's interleaved nibbles with bf16
+(scale, zero) pairs, where w = (q - 8) * scale + zero. The nibble order depends on the instruction set that torch
+dispatches to, so the layout names it. Knows no files and no models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+
+import numpy as np
+import torch
+
+from moebench.store.layout import ByteLayout, LayoutError, LogicalTensor
+
+INT4_ROWS, INT4_COLUMNS, INT8_COLUMNS = 16, 32, 16  # what the kernels take in whole
+
+
+def bf16_to_float(bits: np.ndarray) -> np.ndarray:
+    """fp32 values of bf16 bits (uint16), exactly."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def float_to_bf16(values: np.ndarray) -> np.ndarray:
+    """bf16 bits (uint16) of fp32 values by cutting the low half: exact where the value is a bf16 value."""
+    return (np.ascontiguousarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def pack_nibbles(values: np.ndarray) -> np.ndarray:
+    """Interleave 0..15 values uint8 [O, I] for torch's int4 kernel on this machine: uint8 [O, I/2]."""
+    return torch._convert_weight_to_int4pack_for_cpu(torch.from_numpy(values.astype(np.int32)), 1).numpy()
+
+
+@cache
+def nibble_positions(rows: int, columns: int) -> np.ndarray:
+    """For every packed nibble (low nibble of byte 0, high nibble of byte 0, ...) the flat index of its value.
+
+    Read off the converter itself, so that it holds for whatever order this instruction set has: the index is pushed
+    through four bits at a time.
+    """
+    index = np.arange(rows * columns).reshape(rows, columns)
+    positions = np.zeros(rows * columns, np.int64)
+    for shift in range(0, int(rows * columns - 1).bit_length(), 4):
+        packed = pack_nibbles(((index >> shift) & 15).astype(np.uint8)).reshape(-1)
+        nibbles = np.stack([packed & 15, packed >> 4], axis=-1).reshape(-1).astype(np.int64)
+        positions |= nibbles << shift
+    return positions
+
+
+class TorchCpuLayout(ByteLayout):
+    """Bytes for F.linear, ``_weight_int8pack_mm`` and ``_weight_int4pack_mm_for_cpu`` on this machine."""
+
+    name = "torch_cpu"
+
+    def __init__(self) -> None:
+        self.isa = torch.backends.cpu.get_cpu_capability()
+
+    def encode(self, tensor: LogicalTensor) -> dict[str, np.ndarray]:
+        """Parts ``NAME`` (uint16, int8 or uint8) and, if quantised, ``NAME.scales`` (uint16 bf16 bits)."""
+        name = tensor.name
+        if tensor.kind == "none":
+            return {name: np.ascontiguousarray(tensor.values)}
+        rows, columns = tensor.shape
+        if tensor.kind == "int8":
+            if columns % INT8_COLUMNS:
+                raise LayoutError(f"{name}: torch_cpu int8 needs columns in multiples of {INT8_COLUMNS}, got {columns}")
+            return {name: np.ascontiguousarray(tensor.values), f"{name}.scales": np.ascontiguousarray(tensor.scale)}
+        if rows % INT4_ROWS or columns % INT4_COLUMNS:
+            raise LayoutError(
+                f"{name}: torch_cpu int4 needs rows in multiples of {INT4_ROWS} and columns of {INT4_COLUMNS}, "
+                f"got {rows} x {columns}"
+            )
+        # zero = bias + 8 * scale is formed in fp64, where it is exact, and must be a bf16 value.
+        zero = bf16_to_float(tensor.bias).astype(np.float64) + 8.0 * bf16_to_float(tensor.scale).astype(np.float64)
+        bits = float_to_bf16(zero.astype(np.float32))
+        inexact = bf16_to_float(bits).astype(np.float64) != zero
+        if inexact.any():
+            row, group = np.argwhere(inexact)[0]
+            raise LayoutError(f"{name}: zero point of row {row}, group {group} is not exact in bf16 (torch_cpu int4)")
+        scales = np.stack([tensor.scale.T, bits.T], axis=-1)
+        return {name: pack_nibbles(tensor.values), f"{name}.scales": np.ascontiguousarray(scales)}
+
+    def decode(self, name: str, kind: str, shape: tuple[int, ...], parts: Mapping[str, np.ndarray]) -> LogicalTensor:
+        """The logical tensor that ``encode`` was given, bit for bit."""
+        if kind == "none":
+            return LogicalTensor(name, kind, parts[name].reshape(shape))
+        scales = parts[f"{name}.scales"]
+        if kind == "int8":
+            return LogicalTensor(name, kind, parts[name].reshape(shape), scale=scales)
+        packed = parts[name].reshape(-1)
+        values = np.empty(packed.size * 2, np.uint8)
+        values[nibble_positions(*shape)] = np.stack([packed & 15, packed >> 4], axis=-1).reshape(-1)
+        scale, zero = np.ascontiguousarray(scales[..., 0].T), scales[..., 1].T
+        bias = bf16_to_float(zero).astype(np.float64) - 8.0 * bf16_to_float(scale).astype(np.float64)
+        return LogicalTensor(
+            name, kind, values.reshape(shape), scale=scale, bias=float_to_bf16(bias.astype(np.float32))
+        )
