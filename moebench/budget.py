@@ -1,0 +1,32 @@
+"""Sizes as people write them: bytes with a unit, or a fraction of the routed experts. One parser for the whole tool."""
+
+from __future__ import annotations
+
+import re
+
+from moebench.errors import UsageError
+from moebench.units import GB, GIB, KIB, MIB
+
+UNITS = {"b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "kb": 10**3, "mb": 10**6, "gb": GB}
+
+
+def parse_bytes(text: str, what: str = "size") -> int:
+    """Bytes of ``3GiB``, ``512 MiB`` or ``4096B``; a number without a unit is an error."""
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]+)\s*", str(text))
+    if not match or match[2].lower() not in UNITS:
+        raise UsageError(f"{what} {text!r} is not a size; write a number and a unit of B, KiB, MiB, GiB, MB, GB, such as 3GiB")
+    nbytes = int(float(match[1]) * UNITS[match[2].lower()])
+    if nbytes < 1:
+        raise UsageError(f"{what} {text!r} must be larger than zero")
+    return nbytes
+
+
+def parse_budget(text: str, routed_bytes: int) -> int:
+    """Bytes that expert weights may take: ``0.15`` is that fraction of ``routed_bytes``, ``3GiB`` is itself."""
+    try:
+        fraction = float(text)
+    except ValueError:
+        return parse_bytes(text, "budget")
+    if not 0.0 < fraction <= 1.0:
+        raise UsageError(f"budget {text!r} is a fraction of the routed experts' bytes: above 0, at most 1, or a size such as 3GiB")
+    return int(fraction * routed_bytes)

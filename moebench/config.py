@@ -1,0 +1,86 @@
+"""The options of one cell: which system, on which machine, with which model and workload. Knows no files and no clocks."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from moebench.budget import parse_budget, parse_bytes
+from moebench.errors import UsageError
+
+
+def option(default: Any, text: str) -> Any:
+    """A dataclass field with a default and its help line."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class WorkloadConfig:
+    """What is asked of the model: a synthetic routing trace, prompts, or a recorded trace."""
+
+    kind: Literal["synthetic", "prompts", "trace"] = option("synthetic", "where routing comes from")
+    name: str = option("synthetic", "name shown in the table and in the result's path")
+    path: str = option("", "trace folder (kind=trace) or a JSON-lines file of prompts (kind=prompts)")
+    seed: int = option(0, "seed of the synthetic trace or of the choice of prompts")
+    requests: int = option(4, "requests in a run")
+    prompt_tokens: int = option(64, "tokens of each prompt")
+    new_tokens: int = option(128, "tokens each request emits")
+    batch: int = option(1, "sequences that decode together")
+
+    def __post_init__(self) -> None:
+        _at_least("workload", self, requests=1, prompt_tokens=1, new_tokens=2, batch=1, seed=0)
+        if self.kind == "trace" and not self.path:
+            raise UsageError("workload kind=trace needs workload.path=FOLDER, a trace written by 'moebench trace'")
+        if self.kind == "synthetic" and self.path:
+            raise UsageError("workload.path has no effect with kind=synthetic; choose workload=trace or workload=prompts")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One cell, fully resolved. ``knobs`` is an instance of the system's own config dataclass."""
+
+    system: str = option("cached", "system to run")
+    knobs: Any = option(None, "the system's own options, written system.NAME=VALUE")
+    hw: str = option("m4pro", "hardware profile; host is this machine, written by 'moebench calibrate'")
+    model: str = option("auto", "auto (tinymoe live and the profile's reference geometry), tinymoe, a geometry, or a folder")
+    workload: WorkloadConfig = field(default_factory=WorkloadConfig, metadata={"help": "what is asked of the model"})
+    budget: str = option("0.15", "bytes for expert weights: a fraction of the routed experts, or a size such as 3GiB")
+    memory: str | None = option(None, "cap on all memory that the run books, such as 6GiB")
+    quant: Literal["int4", "int8", "none"] = option("int4", "stored precision of expert weights")
+    layout: Literal["packed", "checkpoint", "ordered"] = option("packed", "order of experts in the pack")
+    engine: str = option("auto", "read engine; auto takes the system's own, else the profile's")
+    numerics: Literal["row_invariant", "fast"] = option("row_invariant", "kernels whose rows do not depend on their neighbours")
+    mode: Literal["auto", "measure", "model"] = option("auto", "clock: auto measures on a matching machine, models elsewhere")
+    scope: Literal["shared", "per_layer"] = option("shared", "whether all layers share the cache slots")
+    quality: Literal["none", "quick", "local"] = option("none", "quality suite to run beside speed")
+    repeats: int = option(1, "times the whole workload is measured")
+    warmup_tokens: int = option(16, "decoded tokens before counting starts")
+    chunk: int = option(32, "prompt tokens in one prefill pass")
+    seed: int = option(0, "seed of the system's own random choices")
+    out: str = option("results", "folder that result files go to")
+    debug: bool = option(False, "show tracebacks")
+
+    def __post_init__(self) -> None:
+        _at_least("run", self, repeats=1, warmup_tokens=0, chunk=1, seed=0)
+        parse_budget(self.budget, 1)
+        if self.memory is not None:
+            parse_bytes(self.memory, "memory")
+        if self.warmup_tokens > self.workload.new_tokens - 2 and self.workload.kind != "trace":
+            raise UsageError(
+                f"warmup_tokens={self.warmup_tokens} leaves nothing to measure of workload.new_tokens={self.workload.new_tokens}"
+            )
+
+    def resolved(self) -> dict[str, Any]:
+        """Everything that was set, as plain data for a result file; ``out`` and ``debug`` change no result."""
+        plain = dataclasses.asdict(self)
+        knobs = plain.pop("knobs") or {}
+        for name in ("out", "debug"):
+            del plain[name]
+        return {**plain, "system": {"id": self.system, **knobs}}
+
+
+def _at_least(where: str, config: Any, **bounds: int) -> None:
+    for name, bound in bounds.items():
+        if getattr(config, name) < bound:
+            raise UsageError(f"{where}: {name} must be at least {bound}, got {getattr(config, name)}")

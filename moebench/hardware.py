@@ -1,0 +1,280 @@
+"""A declared machine: memory, storage, links and compute, every number with its unit and its source.
+
+Loads ``hardware_profiles/*.yaml``, the user's own files and what ``moebench calibrate`` wrote. Knows no time and no experts:
+the virtual timeline turns these numbers into seconds.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moebench.errors import UsageError
+
+SOURCES = ("datasheet", "paper", "measured", "estimate")
+# name -> (unit, whether every machine has it); the others belong to machines with a device of its own memory.
+NUMBERS = {
+    "memory.ram_gib": ("GiB", True),
+    "memory.reserve_gib": ("GiB", True),
+    "memory.device_gib": ("GiB", False),
+    "storage.write_gb_s": ("GB/s", True),
+    "storage.page_fault_us": ("us", True),
+    "storage.page_kib": ("KiB", True),
+    "storage.readahead_kib": ("KiB", True),
+    "bandwidth.dram_gb_s": ("GB/s", True),
+    "bandwidth.device_gb_s": ("GB/s", True),
+    "bandwidth.h2d_gb_s": ("GB/s", False),
+    "bandwidth.d2h_gb_s": ("GB/s", False),
+    "bandwidth.link_latency_us": ("us", False),
+    "compute.bf16_tflops": ("TFLOP/s", True),
+    "compute.int4_tflops": ("TFLOP/s", True),
+}
+STACK_NUMBERS = {"per_load_ms": "ms", "host_sync_us": "us", "step_floor_ms": "ms"}
+SECTIONS = ("memory", "storage", "bandwidth", "compute")
+KEYS = {"id", "title", "match", "model", "engine", "stack", "unified", "read_curve", "stacks", *SECTIONS}
+
+
+class HardwareError(UsageError):
+    """A profile that is incomplete, contradicts itself or gives a number without unit and source."""
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One number with its unit and where it comes from: ``kind`` is one of SOURCES, ``text`` says which and how.
+
+    ``machine`` names another profile that it was taken on; such a number is *transferred*.
+    """
+
+    value: float
+    unit: str
+    kind: str
+    text: str
+    machine: str = ""
+
+
+@dataclass(frozen=True)
+class ReadCurve:
+    """Random-read throughput: ``rows[i][j]`` GB/s for ``sizes_kib[i]`` requests at ``depths[j]`` in flight."""
+
+    sizes_kib: tuple[float, ...]
+    depths: tuple[float, ...]
+    rows: tuple[tuple[float, ...], ...]
+    kind: str
+    text: str
+
+    def gb_s(self, nbytes: float, depth: float) -> float:
+        """Throughput in GB/s at a request size and a queue depth: log-log between points, clamped outside them.
+
+        Never falls with depth: a deeper queue can always be used as a shallower one.
+        """
+        low, high, share = _bracket(self.sizes_kib, nbytes / 1024)
+        near, far, part = _bracket(self.depths, depth)
+        best = [[max(row[: j + 1]) for j in (near, far)] for row in (self.rows[low], self.rows[high])]
+        ends = [math.log(a) * (1 - part) + math.log(b) * part for a, b in best]
+        return math.exp(ends[0] * (1 - share) + ends[1] * share)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What a software stack adds on this machine: milliseconds per expert load, per step, microseconds per read-back."""
+
+    name: str
+    per_load_ms: float
+    host_sync_us: float
+    step_floor_ms: float
+    quantities: dict[str, Quantity]
+
+    @property
+    def transferred(self) -> dict[str, str]:
+        """Constants that were taken on another machine, with that machine's id."""
+        return {name: q.machine for name, q in self.quantities.items() if q.machine}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this machine says of itself; no names and no serial numbers."""
+
+    cpu: str
+    gpu: str
+    ram_gib: float
+
+
+@dataclass(frozen=True)
+class HardwareProfile:
+    """One machine. ``number(name)`` is a plain float; ``quantities`` holds each with unit and source."""
+
+    id: str
+    title: str
+    unified: bool
+    model: str
+    engine: str
+    stack: str
+    match: dict[str, Any]
+    quantities: dict[str, Quantity]
+    read_curve: ReadCurve
+    stacks: dict[str, Stack] = field(default_factory=dict)
+
+    def number(self, name: str) -> float:
+        """A declared number by dotted name, such as ``bandwidth.dram_gb_s``."""
+        if name not in self.quantities:
+            raise HardwareError(f"hardware {self.id} declares no {name}; it has {', '.join(sorted(self.quantities))}")
+        return self.quantities[name].value
+
+    def __getattr__(self, name: str) -> float:
+        """Plain floats under their short names: ``profile.ram_gib``, ``profile.dram_gb_s``."""
+        for section in SECTIONS:
+            if f"{section}.{name}" in NUMBERS:
+                return self.number(f"{section}.{name}")
+        raise AttributeError(name)
+
+    def read_gb_s(self, nbytes: float, depth: float) -> float:
+        """Random-read throughput in GB/s for requests of ``nbytes`` with ``depth`` in flight."""
+        return self.read_curve.gb_s(nbytes, depth)
+
+    def read_latency_s(self, nbytes: float, depth: float = 1) -> float:
+        """Seconds from submission to completion of one read when ``depth`` are in flight (Little's law)."""
+        return depth * nbytes / (self.read_gb_s(nbytes, depth) * 1e9)
+
+    def constants(self, name: str = "") -> Stack:
+        """The constants of a software stack; the profile's own when none is named."""
+        name = name or self.stack
+        if name not in self.stacks:
+            raise HardwareError(f"hardware {self.id} has no stack {name!r}; valid: {', '.join(sorted(self.stacks))}")
+        return self.stacks[name]
+
+    def matches(self, machine: Machine) -> bool:
+        """Whether ``machine`` is the one that this profile declares; a profile without a rule matches nothing."""
+        rule = self.match
+        low, high = rule.get("ram_gib", (0, math.inf))
+        named = [re.search(rule[part], getattr(machine, part), re.IGNORECASE) for part in ("cpu", "gpu") if part in rule]
+        return bool(named) and all(named) and low <= machine.ram_gib <= high
+
+
+def detect() -> Machine:
+    """This machine's processor, NVIDIA card if any, and memory in GiB."""
+    import psutil
+
+    return Machine(cpu=_cpu_name(), gpu=_gpu_name(), ram_gib=round(psutil.virtual_memory().total / 1024**3, 2))
+
+
+def load(path: str | Path) -> HardwareProfile:
+    """Read one profile; a missing, unknown, unsourced or misdimensioned number is an error that names it."""
+    path = Path(path)
+    try:
+        data = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise HardwareError(f"hardware file {path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise HardwareError(f"hardware file {path} is not YAML: {' '.join(str(error).split())}") from None
+    return from_dict(data, str(path))
+
+
+def from_dict(data: Any, where: str) -> HardwareProfile:
+    """Build a profile from parsed YAML."""
+    if not isinstance(data, dict):
+        raise HardwareError(f"{where}: expected a mapping with {', '.join(sorted(KEYS))}")
+    if extra := set(data) - KEYS:
+        raise HardwareError(f"{where}: unknown key {', '.join(sorted(extra))}; valid: {', '.join(sorted(KEYS))}")
+    if missing := KEYS - set(data):
+        raise HardwareError(f"{where}: missing {', '.join(sorted(missing))}")
+    if not isinstance(data["unified"], bool):
+        raise HardwareError(f"{where}: unified must be true or false")
+    quantities = {}
+    for name, (unit, always) in NUMBERS.items():
+        section, key = name.split(".")
+        if key in data[section]:
+            quantities[name] = _quantity(data[section][key], unit, f"{where}: {name}")
+        elif always or not data["unified"]:
+            raise HardwareError(f"{where}: {name} is missing")
+    for section in SECTIONS:
+        known = [name.split(".")[1] for name in NUMBERS if name.startswith(section + ".")]
+        if extra := set(data[section]) - set(known):
+            raise HardwareError(f"{where}: unknown {section} number {', '.join(sorted(extra))}; valid: {', '.join(known)}")
+    stacks = {name: _stack(name, body, where) for name, body in data["stacks"].items()}
+    if data["stack"] not in stacks:
+        raise HardwareError(f"{where}: stack {data['stack']!r} is not one of {', '.join(sorted(stacks))}")
+    named = {key: str(data[key]) for key in ("id", "title", "model", "engine", "stack")}
+    curve = _curve(data["read_curve"], where)
+    rule = data["match"] or {}
+    return HardwareProfile(**named, unified=data["unified"], match=rule, quantities=quantities, read_curve=curve, stacks=stacks)
+
+
+def _quantity(entry: Any, unit: str, where: str) -> Quantity:
+    if not isinstance(entry, dict) or not {"value", "unit", "source"} <= set(entry) <= {"value", "unit", "source", "machine"}:
+        raise HardwareError(f"{where} must be {{value, unit, source}} (and machine, where it was taken on another), got {entry!r}")
+    if entry["unit"] != unit:
+        raise HardwareError(f"{where} must be in {unit}, got {entry['unit']!r}")
+    value = entry["value"]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise HardwareError(f"{where}: value must be a number of at least 0, got {value!r}")
+    kind, text = _source(entry["source"], where)
+    return Quantity(float(value), unit, kind, text, str(entry.get("machine", "")))
+
+
+def _source(source: Any, where: str) -> tuple[str, str]:
+    kind, _, text = str(source).partition(":")
+    if kind not in SOURCES or not text.strip():
+        raise HardwareError(f"{where}: source must read KIND: TEXT with KIND one of {', '.join(SOURCES)}, got {source!r}")
+    return kind, " ".join(text.split())
+
+
+def _stack(name: str, body: Any, where: str) -> Stack:
+    if set(body) != set(STACK_NUMBERS):
+        raise HardwareError(f"{where}: stack {name} must give exactly {', '.join(STACK_NUMBERS)}")
+    found = {key: _quantity(body[key], unit, f"{where}: stacks.{name}.{key}") for key, unit in STACK_NUMBERS.items()}
+    return Stack(name, **{key: q.value for key, q in found.items()}, quantities=found)
+
+
+def _curve(body: Any, where: str) -> ReadCurve:
+    keys = {"unit", "source", "sizes_kib", "depths", "rows"}
+    if not isinstance(body, dict) or set(body) != keys or body["unit"] != "GB/s":
+        raise HardwareError(f"{where}: read_curve must give {', '.join(sorted(keys))}, in GB/s")
+    kind, text = _source(body["source"], f"{where}: read_curve")
+    sizes, depths = (tuple(float(x) for x in body[key]) for key in ("sizes_kib", "depths"))
+    rows = tuple(tuple(float(x) for x in row) for row in body["rows"])
+    for name, axis in (("sizes_kib", sizes), ("depths", depths)):
+        if not axis or axis[0] <= 0 or list(axis) != sorted(set(axis)):
+            raise HardwareError(f"{where}: read_curve.{name} must be positive and ascending")
+    if len(rows) != len(sizes) or any(len(row) != len(depths) or min(row) <= 0 for row in rows):
+        raise HardwareError(f"{where}: read_curve.rows must be {len(sizes)} rows of {len(depths)} positive numbers")
+    return ReadCurve(sizes, depths, rows, kind, text)
+
+
+def _bracket(axis: tuple[float, ...], x: float) -> tuple[int, int, float]:
+    """Indices around ``x`` and how far along, logarithmically, it lies between them."""
+    if x <= axis[0]:
+        return 0, 0, 0.0
+    if x >= axis[-1]:
+        return len(axis) - 1, len(axis) - 1, 0.0
+    high = bisect_right(axis, x)
+    return high - 1, high, math.log(x / axis[high - 1]) / math.log(axis[high] / axis[high - 1])
+
+
+def _cpu_name() -> str:
+    """The processor's marketing name, from the kernel where it says."""
+    import platform
+    import subprocess
+
+    if os.path.exists("/proc/cpuinfo"):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.lower().startswith("model name"):
+                return line.partition(":")[2].strip()
+    if platform.system() == "Darwin":
+        query = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    return platform.processor() or platform.machine()
+
+
+def _gpu_name() -> str:
+    for info in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        for line in info.read_text().splitlines():
+            if line.startswith("Model:"):
+                return line.partition(":")[2].strip()
+    return ""

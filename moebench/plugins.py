@@ -1,0 +1,173 @@
+"""The registry: everything that can be named on the command line, filled through the registry hooks alone.
+
+The systems that ship with moebench register through the same hooks as a package that someone else installed. A plugin that
+cannot be loaded costs one warning line and leaves nothing behind. Knows no system by its id.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pluggy
+
+from moebench import hookspecs
+from moebench.errors import UsageError, unknown
+from moebench.systemspec import SystemSpec
+
+BUILTIN = (
+    "moebench.systems.resident",
+    "moebench.systems.ondemand",
+    "moebench.systems.mmap",
+    "moebench.systems.cached",
+    "moebench.store.builtin",
+)
+REGISTRY_HOOKS = ("register_systems", "register_hardware", "register_models", "register_io")
+
+
+def home() -> Path:
+    """The user's own folder: ``$MOEBENCH_HOME``, else ``$XDG_CONFIG_HOME/moebench``, else ``~/.config/moebench``."""
+    if own := os.environ.get("MOEBENCH_HOME"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "moebench"
+
+
+@dataclass
+class Registry:
+    """Systems, hardware profiles, model geometries and read engines by name, with the package each came from."""
+
+    systems: dict[str, SystemSpec] = field(default_factory=dict)
+    hardware: dict[str, Path] = field(default_factory=dict)
+    models: dict[str, Path] = field(default_factory=dict)
+    engines: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    origin: dict[str, str] = field(default_factory=dict)  # "systems/lru" -> distribution
+
+    def system(self, name: str) -> SystemSpec:
+        """The spec of a registered system; an unknown name lists the valid ones."""
+        if name not in self.systems:
+            raise unknown("system", name, self.systems)
+        return self.systems[name]
+
+    def hardware_path(self, name: str) -> Path:
+        """The YAML file of a hardware profile; an unknown name says where a user's own profile goes."""
+        if name not in self.hardware:
+            raise unknown("hardware", name, self.hardware, f"; your own go to {home() / 'hardware'}/NAME.yaml")
+        return self.hardware[name]
+
+    def model_path(self, name: str) -> Path:
+        """The YAML file of a model geometry."""
+        if name not in self.models:
+            raise unknown("model geometry", name, self.models)
+        return self.models[name]
+
+    def engine(self, name: str) -> Callable[..., Any]:
+        """The factory of a read engine."""
+        if name not in self.engines:
+            raise unknown("engine", name, self.engines)
+        return self.engines[name]
+
+    def add(self, kind: str, name: str, value: Any, origin: str) -> None:
+        """Register one thing; a name that is taken is an error naming both owners."""
+        table = getattr(self, kind)
+        if name in table:
+            raise UsageError(f"{kind} {name!r} of {origin} is already registered by {self.origin[f'{kind}/{name}']}")
+        table[name] = value
+        self.origin[f"{kind}/{name}"] = origin
+
+    def drop(self, origin: str) -> None:
+        """Forget everything that one plugin registered."""
+        for label in [label for label, owner in self.origin.items() if owner == origin]:
+            kind, name = label.split("/", 1)
+            del getattr(self, kind)[name], self.origin[label]
+
+
+def load_plugins() -> Registry:
+    """Fill a registry: shipped files, the user's own hardware profiles, built-in plugins, then installed plugins.
+
+    ``MOEBENCH_PLUGINS`` names the entry points to load (comma separated; empty for none); unset loads all.
+    """
+    registry = Registry()
+    manager = pluggy.PluginManager("moebench")
+    manager.add_hookspecs(hookspecs)
+    _shipped(registry)
+    for name in BUILTIN:
+        _register(registry, manager, importlib.import_module(name), "moebench")
+    for entry in _entry_points():
+        origin = f"{entry.name} ({entry.dist.name} {entry.dist.version})" if entry.dist else entry.name
+        try:
+            _register(registry, manager, entry.load(), origin)
+        except Exception as error:
+            registry.drop(origin)
+            reason = " ".join(str(error).split()) or "no reason given"
+            _warn(f"plugin {origin} not loaded: {type(error).__name__}: {reason}")
+    return registry
+
+
+def _warn(line: str) -> None:
+    print(f"moebench: warning: {line}", file=sys.stderr)
+
+
+def _shipped(registry: Registry) -> None:
+    for kind, package in (("hardware", "moebench.hardware_profiles"), ("models", "moebench.models")):
+        for path in sorted(Path(str(resources.files(package))).glob("*.yaml")):
+            registry.add(kind, path.stem, path, "moebench")
+    for path in sorted((home() / "hardware").glob("*.yaml")):
+        try:
+            registry.add("hardware", path.stem, path, str(path))
+        except UsageError as error:
+            _warn(str(error))
+
+
+def _entry_points() -> list[importlib.metadata.EntryPoint]:
+    found = sorted(importlib.metadata.entry_points(group="moebench"), key=lambda entry: entry.name)
+    wanted = os.environ.get("MOEBENCH_PLUGINS")
+    if wanted is None:
+        return found
+    names = [name.strip() for name in wanted.split(",") if name.strip()]
+    for name in names:
+        if name not in {entry.name for entry in found}:
+            _warn(f"MOEBENCH_PLUGINS names {name!r}, which is not installed; installed: {', '.join(e.name for e in found) or 'none'}")
+    return [entry for entry in found if entry.name in names]
+
+
+def _register(registry: Registry, manager: pluggy.PluginManager, plugin: Any, origin: str) -> None:
+    """Check one plugin's hooks against the specifications and let it register what it has."""
+    others = manager.get_plugins()
+    manager.register(plugin, origin if origin != "moebench" else None)
+    try:
+        manager.check_pending()
+        for hook in REGISTRY_HOOKS:
+            caller = manager.subset_hook_caller(hook, others)
+            caller(register=_registrar(registry, hook, origin))
+    except Exception as error:
+        manager.unregister(plugin)
+        if isinstance(error, pluggy.PluginValidationError):
+            valid = ", ".join(name for name in vars(hookspecs) if hasattr(getattr(hookspecs, name), "moebench_spec"))
+            raise UsageError(f"{str(error).split(' in plugin')[0]}; valid hooks: {valid}") from None
+        raise
+
+
+def _registrar(registry: Registry, hook: str, origin: str) -> Callable[..., None]:
+    kind = {"register_systems": "systems", "register_hardware": "hardware", "register_models": "models"}.get(hook)
+
+    def register_system(spec: SystemSpec) -> None:
+        if not isinstance(spec, SystemSpec):
+            raise UsageError(f"register_systems takes a SystemSpec, got {type(spec).__name__}")
+        registry.add("systems", spec.id, spec, origin)
+
+    def register_path(path: str | Path) -> None:
+        registry.add(str(kind), Path(path).stem, Path(path), origin)
+
+    def register_engine(name: str, factory: Callable[..., Any]) -> None:
+        registry.add("engines", name, factory, origin)
+
+    if hook == "register_systems":
+        return register_system
+    return register_engine if hook == "register_io" else register_path
