@@ -58,7 +58,7 @@ def sigmoid_group(
     scale: float,
     renormalise: bool,
 ) -> Routing:
-    """Sigmoid scores; keep the ``topk_group`` groups whose two best biased scores sum highest, then the ``k`` best in them.
+    """Sigmoid scores; the ``topk_group`` groups whose two best biased scores sum highest, then the ``k`` best there.
 
     ``bias`` (fp32 [E]) changes which experts are chosen, never their weights: scores (renormalised) times ``scale``.
     """

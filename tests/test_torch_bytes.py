@@ -61,9 +61,10 @@ def test_kernels_read_the_encoded_bytes():
     torch.testing.assert_close(got.float(), x.float() @ torch.from_numpy(dense).T, rtol=2e-2, atol=dense.max() * 0.2)
 
 
-def test_an_inexact_zero_point_is_refused_by_name():
+@pytest.mark.parametrize(("scale", "bias"), [(1.0, 2.0**-20), (0.0, -0.0), (2.0**60, 2.0**-60)])
+def test_an_inexact_zero_point_is_refused_by_name(scale, bias):
     tensor = int4_tensor(np.random.default_rng(0), 16, 64)
-    tensor.scale[5, 1], tensor.bias[5, 1] = float_to_bf16(np.float32(1.0)), float_to_bf16(np.float32(2.0**-20))
+    tensor.scale[5, 1], tensor.bias[5, 1] = float_to_bf16(np.array([scale, bias], np.float32))
     with pytest.raises(LayoutError, match=r"w: zero point of row 5, group 1 is not exact"):
         LAYOUT.encode(tensor)
 

@@ -28,6 +28,12 @@ def float_to_bf16(values: np.ndarray) -> np.ndarray:
     return (np.ascontiguousarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 
+def bias_bits(scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
+    """bf16 bits of bias = zero - 8 * scale, from bf16 bits."""
+    bias = bf16_to_float(zero).astype(np.float64) - 8.0 * bf16_to_float(scale).astype(np.float64)
+    return float_to_bf16(bias.astype(np.float32))
+
+
 def pack_nibbles(values: np.ndarray) -> np.ndarray:
     """Interleave 0..15 values uint8 [O, I] for torch's int4 kernel on this machine: uint8 [O, I/2]."""
     return torch._convert_weight_to_int4pack_for_cpu(torch.from_numpy(values.astype(np.int32)), 1).numpy()
@@ -72,10 +78,10 @@ class TorchCpuLayout(ByteLayout):
                 f"{name}: torch_cpu int4 needs rows in multiples of {INT4_ROWS} and columns of {INT4_COLUMNS}, "
                 f"got {rows} x {columns}"
             )
-        # zero = bias + 8 * scale is formed in fp64, where it is exact, and must be a bf16 value.
+        # The zero point bias + 8 * scale must be a bf16 value, and give the very bias back.
         zero = bf16_to_float(tensor.bias).astype(np.float64) + 8.0 * bf16_to_float(tensor.scale).astype(np.float64)
         bits = float_to_bf16(zero.astype(np.float32))
-        inexact = bf16_to_float(bits).astype(np.float64) != zero
+        inexact = (bf16_to_float(bits) != zero) | (bias_bits(tensor.scale, bits) != tensor.bias)
         if inexact.any():
             row, group = np.argwhere(inexact)[0]
             raise LayoutError(f"{name}: zero point of row {row}, group {group} is not exact in bf16 (torch_cpu int4)")
@@ -93,7 +99,5 @@ class TorchCpuLayout(ByteLayout):
         values = np.empty(packed.size * 2, np.uint8)
         values[nibble_positions(*shape)] = np.stack([packed & 15, packed >> 4], axis=-1).reshape(-1)
         scale, zero = np.ascontiguousarray(scales[..., 0].T), scales[..., 1].T
-        bias = bf16_to_float(zero).astype(np.float64) - 8.0 * bf16_to_float(scale).astype(np.float64)
-        return LogicalTensor(
-            name, kind, values.reshape(shape), scale=scale, bias=float_to_bf16(bias.astype(np.float32))
-        )
+        bias = bias_bits(scale, zero)
+        return LogicalTensor(name, kind, values.reshape(shape), scale=scale, bias=bias)
