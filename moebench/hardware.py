@@ -7,7 +7,6 @@ the virtual timeline turns these numbers into seconds.
 from __future__ import annotations
 
 import math
-import os
 import re
 from bisect import bisect_right
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 import yaml
 
 from moebench.errors import UsageError
+from moebench.machine import Machine
 
 SOURCES = ("datasheet", "paper", "measured", "estimate")
 # name -> (unit, whether every machine has it); the others belong to machines with a device of its own memory.
@@ -98,15 +98,6 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What this machine says of itself; no names and no serial numbers."""
-
-    cpu: str
-    gpu: str
-    ram_gib: float
-
-
-@dataclass(frozen=True)
 class HardwareProfile:
     """One machine. ``number(name)`` is a plain float; ``quantities`` holds each with unit and source."""
 
@@ -155,13 +146,6 @@ class HardwareProfile:
         low, high = rule.get("ram_gib", (0, math.inf))
         named = [re.search(rule[part], getattr(machine, part), re.IGNORECASE) for part in ("cpu", "gpu") if part in rule]
         return bool(named) and all(named) and low <= machine.ram_gib <= high
-
-
-def detect() -> Machine:
-    """This machine's processor, NVIDIA card if any, and memory in GiB."""
-    import psutil
-
-    return Machine(cpu=_cpu_name(), gpu=_gpu_name(), ram_gib=round(psutil.virtual_memory().total / 1024**3, 2))
 
 
 def load(path: str | Path) -> HardwareProfile:
@@ -255,26 +239,3 @@ def _bracket(axis: tuple[float, ...], x: float) -> tuple[int, int, float]:
         return len(axis) - 1, len(axis) - 1, 0.0
     high = bisect_right(axis, x)
     return high - 1, high, math.log(x / axis[high - 1]) / math.log(axis[high] / axis[high - 1])
-
-
-def _cpu_name() -> str:
-    """The processor's marketing name, from the kernel where it says."""
-    import platform
-    import subprocess
-
-    if os.path.exists("/proc/cpuinfo"):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.lower().startswith("model name"):
-                return line.partition(":")[2].strip()
-    if platform.system() == "Darwin":
-        query = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
-    return platform.processor() or platform.machine()
-
-
-def _gpu_name() -> str:
-    for info in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
-        for line in info.read_text().splitlines():
-            if line.startswith("Model:"):
-                return line.partition(":")[2].strip()
-    return ""
