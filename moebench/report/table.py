@@ -1,0 +1,130 @@
+"""The table for people: rows of results with a mark on every number that says where it comes from.
+
+One line per row where the terminal is wide enough; otherwise metrics become lines and rows columns. Knows rows, no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TextIO
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from moebench.result import METRICS, Metric, Row
+
+MARKS = {"measured": "m", "modeled": "~", "published": "†"}
+LEGEND = "m measured   ~ modeled   † published   - no value, reason below"
+HEADINGS = {
+    "decode_tok_s": "decode tok/s",
+    "ttft_s": "TTFT s",
+    "tpot_p50_ms": "TPOT p50 ms",
+    "tpot_p95_ms": "TPOT p95 ms",
+    "tpot_p99_ms": "TPOT p99 ms",
+    "peak_active_gib": "peak active GiB",
+    "allocator_peak_gib": "allocator peak GiB",
+    "process_peak_gib": "process peak GiB",
+    "hit_rate": "hit rate",
+    "late_rate": "late rate",
+    "ssd_mib_per_token": "SSD MiB/token",
+    "reads_per_token": "reads/token",
+    "stall_ms_per_token": "stall ms/token",
+    "effective_gb_s": "effective GB/s",
+    "token_agreement": "token agreement",
+    "quality_delta": "quality delta pt",
+}
+LABELS = ("system", "fidelity", "model", "workload")
+
+
+def print_table(rows: Sequence[Row], stream: TextIO, width: int | None = None) -> None:
+    """Print rows for people, then the legend, the reasons for missing values, failures and assumptions."""
+    console = Console(file=stream, width=width, highlight=False, soft_wrap=False)
+    if not rows:
+        console.print("no rows")
+        return
+    names = [name for name in METRICS if any(name in row.metrics for row in rows)]
+    wide = _wide(rows, names)
+    if console.measure(wide).minimum > console.width:
+        for part in _chunks(rows, console.width):
+            console.print(_tall(part, names))
+    else:
+        console.print(wide)
+    console.print(Text(LEGEND))
+    for line in _notes(rows, names):
+        console.print(Text(line))
+
+
+def number(value: float) -> str:
+    """A value for people: three significant digits below a thousand, none of them exponents."""
+    if value == 0:
+        return "0"
+    size = abs(value)
+    if size >= 100:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if size >= 10 else f"{value:.2f}" if size >= 1 else f"{value:.3f}"
+
+
+def cell(row: Row, name: str) -> str:
+    """One metric of one row: the number and its mark, or ``-``."""
+    metric = row.metrics.get(name)
+    if metric is None or metric.value is None:
+        return "-"
+    return f"{number(metric.value)} {MARKS[str(metric.provenance)]}"
+
+
+def _labels(row: Row) -> tuple[str, ...]:
+    return row.system, row.fidelity, row.model, row.workload_name
+
+
+def _wide(rows: Sequence[Row], names: Sequence[str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for label in LABELS:
+        table.add_column(Text(label), no_wrap=True)
+    for name in names:
+        table.add_column(Text(HEADINGS[name].replace(" ", "\n")), justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(label) for label in _labels(row)), *(Text(cell(row, name)) for name in names))
+    return table
+
+
+def _tall(rows: Sequence[Row], names: Sequence[str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table.add_column("", no_wrap=True)
+    for row in rows:
+        table.add_column(Text(row.system), justify="right", overflow="fold")
+    for index, label in enumerate(LABELS[1:], 1):
+        table.add_row(label, *(Text(_labels(row)[index]) for row in rows))
+    for name in names:
+        table.add_row(HEADINGS[name], *(Text(cell(row, name)) for row in rows))
+    return table
+
+
+def _chunks(rows: Sequence[Row], width: int) -> list[Sequence[Row]]:
+    """Rows side by side, as many as fit beside the column of names."""
+    needed = max(max(len(label) for label in _labels(row)) for row in rows)
+    each = max(1, (width - max(map(len, HEADINGS.values())) - 2) // (min(needed, 20) + 2))
+    return [rows[start : start + each] for start in range(0, len(rows), each)]
+
+
+def _notes(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
+    """Reasons of missing values (each once, with the metrics and systems it holds for), sources, failures, assumptions."""
+    missing: dict[str, dict[str, list[str]]] = {}
+    sources: dict[str, None] = {}
+    for row in rows:
+        for name in names:
+            metric = row.metrics.get(name, Metric(None, "", None, reason="this kind of run does not report it"))
+            if metric.value is None:
+                missing.setdefault(metric.reason, {}).setdefault(HEADINGS[name], []).append(row.system)
+            elif metric.provenance == "published":
+                sources[f"† {row.system}, {HEADINGS[name]}: {metric.source}"] = None
+    lines = []
+    for reason, where in missing.items():
+        systems = {system for found in where.values() for system in found}
+        who = "" if systems == {row.system for row in rows} else f" ({', '.join(sorted(systems))})"
+        lines.append(f"- {', '.join(where)}{who}: {reason}")
+    lines += list(sources)
+    lines += [f"failed {row.system}, {row.model}: {row.error}" for row in rows if row.status == "failed"]
+    lines += list(dict.fromkeys(assumption for row in rows for assumption in row.assumptions))
+    return lines

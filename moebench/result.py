@@ -1,0 +1,223 @@
+"""One row = one cell = one result file: the schema, its validation, and how it is written, read and put on stdout.
+
+A row says where each number comes from and never holds a zero for something that was not measured. Outside the ``volatile``
+block two runs of one deterministic cell give the same bytes. Knows no metric's formula and no file but its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moebench.errors import MoebenchError
+
+# Bump when a field is removed, renamed or changes meaning; a new optional field or a new metric does not bump it.
+SCHEMA = 1
+PROVENANCES = ("measured", "modeled", "published")
+STATUSES = ("ok", "failed")
+
+# Every metric of the table: name -> (unit, whether more is better; None where neither direction is).
+METRICS: dict[str, tuple[str, bool | None]] = {
+    "decode_tok_s": ("tok/s", True),
+    "ttft_s": ("s", False),
+    "tpot_p50_ms": ("ms", False),
+    "tpot_p95_ms": ("ms", False),
+    "tpot_p99_ms": ("ms", False),
+    "peak_active_gib": ("GiB", False),
+    "allocator_peak_gib": ("GiB", False),
+    "process_peak_gib": ("GiB", False),
+    "hit_rate": ("fraction", True),
+    "late_rate": ("fraction", False),
+    "ssd_mib_per_token": ("MiB/token", False),
+    "reads_per_token": ("1/token", False),
+    "stall_ms_per_token": ("ms/token", False),
+    "effective_gb_s": ("GB/s", None),
+    "token_agreement": ("fraction", True),
+    "quality_delta": ("points", True),
+}
+
+
+class ResultError(MoebenchError, ValueError):
+    """A row that breaks the rules of results, or a file that is not a valid one."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number. ``value`` None needs a ``reason``; a value needs a ``provenance``, and a published one its ``source``.
+
+    ``n`` counts the samples behind the value, ``ci`` is its 95 % interval, ``samples`` stay in the file only.
+    """
+
+    value: float | None
+    unit: str
+    higher_is_better: bool | None
+    n: int = 1
+    samples: tuple[float, ...] = ()
+    ci: tuple[float, float] | None = None
+    provenance: str | None = None
+    source: str = ""
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "samples", tuple(self.samples))
+        object.__setattr__(self, "ci", None if self.ci is None else tuple(self.ci))
+        for number in (self.value, *self.samples, *(self.ci or ())):
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int | float)):
+                raise ResultError(f"metric: {number!r} is not a number")
+            if number is not None and not math.isfinite(number):
+                raise ResultError(f"metric: {number!r} is not finite; use value None and a reason")
+        if self.value is None and not self.reason:
+            raise ResultError("metric: value None needs a reason")
+        if self.value is not None and self.provenance not in PROVENANCES:
+            raise ResultError(f"metric: provenance {self.provenance!r} is not one of {', '.join(PROVENANCES)}")
+        if self.provenance == "published" and not self.source:
+            raise ResultError("metric: a published value needs its source")
+        if self.ci is not None and (len(self.ci) != 2 or self.ci[0] > self.ci[1]):
+            raise ResultError(f"metric: ci must be (low, high), got {self.ci!r}")
+        if self.n < 0:
+            raise ResultError(f"metric: n must not be negative, got {self.n}")
+
+
+def metric(name: str, value: float | None, provenance: str | None, n: int = 1, reason: str = "", **more: Any) -> Metric:
+    """A metric of the table with its unit and direction filled in."""
+    unit, higher = METRICS[name]
+    return Metric(value, unit, higher, n=n, provenance=None if value is None else provenance, reason=reason, **more)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cell and what became of it.
+
+    ``assumptions`` lists every assumed or transferred input in words. ``volatile`` (timestamp, durations) is the only block
+    that may differ between two runs of a deterministic cell.
+    """
+
+    system: str
+    fidelity: str
+    hw: str
+    model: str
+    workload_name: str
+    config: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    workload: Mapping[str, Any]  # kind, seed, hash
+    protocol: Mapping[str, Any]  # warm-up, repeats, page-cache state and how it was set
+    metrics: Mapping[str, Metric]
+    assumptions: tuple[str, ...] = ()
+    status: str = "ok"
+    error: str | None = None
+    schema: int = SCHEMA
+    volatile: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "assumptions", tuple(self.assumptions))
+        if self.status not in STATUSES:
+            raise ResultError(f"row: status {self.status!r} is not one of {', '.join(STATUSES)}")
+        if (self.status == "failed") != bool(self.error):
+            raise ResultError("row: a failed row needs an error, and only a failed one has it")
+        if missing := {"kind", "seed", "hash"} - set(self.workload):
+            raise ResultError(f"row: workload lacks {', '.join(sorted(missing))}")
+
+    @property
+    def id(self) -> str:
+        """Twelve hex digits over everything but the volatile block."""
+        fixed = {key: value for key, value in _plain(self).items() if key != "volatile"}
+        return hashlib.sha256(_dumps(fixed).encode()).hexdigest()[:12]
+
+    @property
+    def folder(self) -> Path:
+        """``<hw>/<system>__<model>__<workload>`` with path characters made safe."""
+        return Path(_safe(self.hw)) / "__".join(_safe(part) for part in (self.system, self.model, self.workload_name))
+
+
+def to_json(row: Row) -> str:
+    """The text of a result file: sorted keys, shortest exact floats."""
+    return json.dumps({"id": row.id, **_plain(row)}, sort_keys=True, indent=1, allow_nan=False) + "\n"
+
+
+def from_json(text: str, where: str = "result") -> Row:
+    """The inverse of ``to_json``; what is not a valid row is an error that says why."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ResultError(f"{where} is not a result file: {error}") from None
+    if not isinstance(data, dict) or not isinstance(data.get("schema"), int):
+        raise ResultError(f"{where} is not a result file: it has no schema version")
+    if data["schema"] > SCHEMA:
+        raise ResultError(f"{where} has schema {data['schema']}, newer than this moebench reads ({SCHEMA}); upgrade moebench")
+    claimed = data.pop("id", None)
+    try:
+        metrics = {name: Metric(**entry) for name, entry in data.pop("metrics").items()}
+        row = Row(metrics=metrics, **data)
+    except (TypeError, KeyError, AttributeError, ResultError) as error:
+        raise ResultError(f"{where} is not a valid result: {error}") from None
+    if claimed != row.id:
+        raise ResultError(f"{where} was changed after it was written: its id is {claimed}, its content gives {row.id}")
+    return row
+
+
+def write(row: Row, folder: str | Path) -> Path:
+    """Write one row under ``folder`` as ``<hw>/<system>__<model>__<workload>/<id>-<n>.json``; never touches an older file.
+
+    The file appears whole or not at all; ``n`` counts runs of the same content.
+    """
+    target = Path(folder) / row.folder
+    target.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=target, prefix=".", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(to_json(row))
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).chmod(0o644)
+        count = 0
+        while True:
+            path = target / f"{row.id}-{count}.json"
+            try:
+                os.link(name, path)  # fails where the name is taken, even by a process that runs beside this one
+                return path
+            except FileExistsError:
+                count += 1
+    finally:
+        os.unlink(name)
+
+
+def load(path: str | Path) -> Row:
+    """Read one result file."""
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ResultError(f"result file {path}: {getattr(error, 'strerror', None) or error}") from None
+    return from_json(text, str(path))
+
+
+def stdout_document(rows: Sequence[Row]) -> str:
+    """The last line of a command's output: ``{"schema", "rows"}`` in one compact line, the rows without samples."""
+    plain = [{"id": row.id, **_plain(row)} for row in rows]
+    for entry in plain:
+        for number in entry["metrics"].values():
+            del number["samples"]
+    return _dumps({"schema": SCHEMA, "rows": plain})
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    try:
+        return json.loads(json.dumps(dataclasses.asdict(row), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ResultError(f"row: holds something that JSON cannot: {error}") from None
+
+
+def _dumps(data: Any) -> str:
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _safe(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "unnamed"
