@@ -1,6 +1,7 @@
 """The table for people: rows of results with a mark on every number that says where it comes from.
 
-One line per row where the terminal is wide enough; otherwise metrics become lines and rows columns. Knows rows, no files.
+One line per row where the terminal is wide enough; otherwise metrics become lines and rows columns. What is the same for
+all rows stands above the table once. Knows rows, no files.
 """
 
 from __future__ import annotations
@@ -45,12 +46,15 @@ def print_table(rows: Sequence[Row], stream: TextIO, width: int | None = None) -
         console.print("no rows")
         return
     names = [name for name in METRICS if any(name in row.metrics for row in rows)]
-    wide = _wide(rows, names)
-    if console.measure(wide).minimum > console.width:
-        for part in _chunks(rows, console.width):
-            console.print(_tall(part, names))
-    else:
+    labels = [label for label in LABELS if label == "system" or len({_label(row, label) for row in rows}) > 1]
+    common = [f"{label} {_label(rows[0], label)}" for label in ("hw", *LABELS) if label not in labels]
+    console.print(Text("   ".join(common)))
+    wide = _wide(rows, labels, names)
+    if _natural_width(wide) <= console.width:
         console.print(wide)
+    else:
+        for part in _chunks(rows, labels, names, console.width):
+            console.print(_tall(part, labels, names))
     console.print(Text(LEGEND))
     for line in _notes(rows, names):
         console.print(Text(line))
@@ -74,38 +78,49 @@ def cell(row: Row, name: str) -> str:
     return f"{number(metric.value)} {MARKS[str(metric.provenance)]}"
 
 
-def _labels(row: Row) -> tuple[str, ...]:
-    return row.system, row.fidelity, row.model, row.workload_name
+def _label(row: Row, label: str) -> str:
+    return str(getattr(row, "workload_name" if label == "workload" else label))
 
 
-def _wide(rows: Sequence[Row], names: Sequence[str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for label in LABELS:
+def _table() -> Table:
+    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+
+
+def _natural_width(table: Table) -> int:
+    return Console(width=10_000).measure(table).maximum
+
+
+def _wide(rows: Sequence[Row], labels: Sequence[str], names: Sequence[str]) -> Table:
+    table = _table()
+    for label in labels:
         table.add_column(Text(label), no_wrap=True)
     for name in names:
-        table.add_column(Text(HEADINGS[name].replace(" ", "\n")), justify="right", no_wrap=True)
+        table.add_column(Text(HEADINGS[name].replace(" ", "\n").replace("/token", "/\ntoken")), justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(*(Text(label) for label in _labels(row)), *(Text(cell(row, name)) for name in names))
+        table.add_row(*(Text(_label(row, label)) for label in labels), *(Text(cell(row, name)) for name in names))
     return table
 
 
-def _tall(rows: Sequence[Row], names: Sequence[str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+def _tall(rows: Sequence[Row], labels: Sequence[str], names: Sequence[str]) -> Table:
+    table = _table()
     table.add_column("", no_wrap=True)
     for row in rows:
         table.add_column(Text(row.system), justify="right", overflow="fold")
-    for index, label in enumerate(LABELS[1:], 1):
-        table.add_row(label, *(Text(_labels(row)[index]) for row in rows))
+    for label in labels[1:]:
+        table.add_row(label, *(Text(_label(row, label)) for row in rows))
     for name in names:
         table.add_row(HEADINGS[name], *(Text(cell(row, name)) for row in rows))
     return table
 
 
-def _chunks(rows: Sequence[Row], width: int) -> list[Sequence[Row]]:
-    """Rows side by side, as many as fit beside the column of names."""
-    needed = max(max(len(label) for label in _labels(row)) for row in rows)
-    each = max(1, (width - max(map(len, HEADINGS.values())) - 2) // (min(needed, 20) + 2))
-    return [rows[start : start + each] for start in range(0, len(rows), each)]
+def _chunks(rows: Sequence[Row], labels: Sequence[str], names: Sequence[str], width: int) -> list[list[Row]]:
+    """Rows side by side, as many as fit whole beside the column of names; at least one."""
+    chunks: list[list[Row]] = [[]]
+    for row in rows:
+        if chunks[-1] and _natural_width(_tall([*chunks[-1], row], labels, names)) > width:
+            chunks.append([])
+        chunks[-1].append(row)
+    return chunks
 
 
 def _notes(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
