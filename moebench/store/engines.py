@@ -1,26 +1,39 @@
-"""Contract of read engines (implementations: ``engine_*.py``). Placeholder of the interface; see class docstrings."""
+"""The contract of read engines, and the names of those that ship (implementations: ``engine_*.py``)."""
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 
+ENGINES = {  # name: module and class, imported when opened
+    "mmap": ("moebench.store.engine_mmap", "MmapEngine"),
+    "pread": ("moebench.store.engine_threads", "PreadEngine"),
+    "direct": ("moebench.store.engine_threads", "DirectEngine"),
+    "faulty": ("moebench.store.engine_faulty", "FaultyEngine"),
+}
+
 
 class StoreError(Exception):
-    """A pack that is missing, incomplete, foreign or corrupt; the message names file, expert and offset where it can."""
+    """A pack that is missing, incomplete, foreign or corrupt; the message names file, expert and offset."""
 
 
 class ReadEngine(ABC):
     """Reads whole experts of one pack into caller-owned buffers, demand before prefetch.
 
-    Contract: ``submit`` never blocks on the disk. The future resolves to the number of bytes read from storage, after every
-    byte of the expert stands in ``buffer`` and its hash was checked; otherwise it raises ``StoreError`` naming file, expert
-    and offset. Buffers are uint8 arrays of at least ``pack.slot_bytes`` bytes, 4096-aligned; they stay untouched by anyone
-    else until the future is done. Requests of lower ``priority`` value are served first, block by block.
+    Contract: ``submit`` never blocks on the disk. The future resolves to the number of bytes read from storage, after
+    every byte of the expert stands in ``buffer`` and its hash was checked; otherwise it raises ``StoreError`` naming
+    file, expert and offset. Buffers are uint8 arrays of at least ``pack.slot_bytes`` bytes, 4096-aligned; they stay
+    untouched by anyone else until the future is done. Requests of lower ``priority`` value are served first, block by
+    block.
     """
+
+    requests = 0  # experts submitted so far
+    bytes_read = 0  # bytes read from storage so far, for finished and failed requests alike
 
     def __init__(self, pack: Any) -> None:
         self.pack = pack
@@ -35,9 +48,29 @@ class ReadEngine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Finish or cancel what is queued and release threads and files; safe to call twice."""
+        """Finish what is being read, fail what is queued, and release threads and files; safe to call twice."""
 
     @property
     @abstractmethod
     def staging_bytes(self) -> int:
         """Bytes of bounce buffers that this engine holds, for the ledger."""
+
+    def __enter__(self) -> ReadEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_engine(name: str, pack: Any, **options: Any) -> ReadEngine:
+    """Open one of ``ENGINES`` on ``pack``; an unknown name or option is a ``StoreError`` that lists the valid ones."""
+    if name not in ENGINES:
+        raise StoreError(f"unknown engine {name!r}; valid: {', '.join(ENGINES)}")
+    module, attribute = ENGINES[name]
+    factory = getattr(import_module(module), attribute)
+    parameters = list(inspect.signature(factory).parameters.values())[1:]
+    valid = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+    unknown = set() if len(valid) < len(parameters) else set(options) - set(valid)
+    if unknown:
+        raise StoreError(f"engine {name}: unknown option {', '.join(sorted(unknown))}; valid: {', '.join(valid)}")
+    return factory(pack, **options)

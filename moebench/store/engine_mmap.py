@@ -1,0 +1,44 @@
+"""The ``mmap`` engine: maps experts.bin and copies experts out of the mapping, so that page faults do the reading.
+
+What the operating system keeps of the file is its own choice. Bytes read are bytes copied: how many of them came from
+the disk, the engine cannot know. A file that shrinks while it is mapped ends the process (SIGBUS).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+
+from moebench.store.engine_threads import ThreadEngine
+from moebench.store.pack import Pack
+from moebench.units import MIB
+
+
+class MmapEngine(ThreadEngine):
+    """Copies in worker threads. ``random_advice`` tells the kernel not to read ahead (MADV_RANDOM)."""
+
+    name = "mmap"
+
+    def __init__(self, pack: Pack, threads: int = 4, block_bytes: int = MIB, random_advice: bool = False) -> None:
+        self._advice = mmap.MADV_RANDOM if random_advice else mmap.MADV_NORMAL
+        super().__init__(pack, threads, block_bytes)
+
+    def _open(self, path: Path) -> int:
+        fd = os.open(path, os.O_RDONLY)
+        self._mapping = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+        self._mapping.madvise(self._advice)
+        self._data: np.ndarray | None = np.frombuffer(self._mapping, np.uint8)
+        return fd
+
+    def _release(self, fd: int) -> None:
+        self._data = None  # an exported view would keep the mapping from closing
+        self._mapping.close()
+        os.close(fd)
+
+    def _read_at(self, fd: int | None, view: memoryview, offset: int) -> int:
+        source = self._data[offset : offset + len(view)]
+        np.copyto(np.frombuffer(view, np.uint8)[: len(source)], source)  # releases the interpreter lock while it faults
+        return len(source)

@@ -1,0 +1,150 @@
+"""A pack while it is being written: a ``.partial`` directory beside its target, with a journal of what is already safe.
+
+Knows files and space on the disk; knows nothing of tensors. The journal's first line is the request, then one line
+for the dense weights and one per finished layer; a line is written only after its bytes are synced.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moebench.store.engines import StoreError
+from moebench.store.extents import Segment
+from moebench.store.manifest import PackManifest, differences
+from moebench.store.pack import DENSE, EXPERTS, MANIFEST, PARTIAL
+from moebench.units import human_bytes
+
+JOURNAL = "journal.jsonl"
+
+
+class PartialPack:
+    """Opens or resumes ``<target>.partial``. Only one process at a time may write it."""
+
+    def __init__(self, target: Path, request: dict[str, Any]) -> None:
+        self.target, self.path = target, target.with_name(target.name + PARTIAL)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._journal = open(self.path / JOURNAL, "a+b")  # noqa: SIM115 - held open for the lock
+        try:
+            self._lock()
+            self.dense, self.layers = self._resume(request)
+            self._experts = os.open(self.path / EXPERTS, os.O_RDWR | os.O_CREAT, 0o644)
+        except BaseException:
+            self._journal.close()
+            raise
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise StoreError(f"{self.path} is being written by another process") from None
+
+    def _resume(self, request: dict[str, Any]) -> tuple[dict[str, Any] | None, dict[int, dict[str, Any]]]:
+        lines, safe_bytes = [], 0
+        self._journal.seek(0)
+        for line in self._journal:
+            if (entry := _entry(line)) is None:
+                break  # the interruption tore this line
+            lines.append(entry)
+            safe_bytes += len(line)
+        self._journal.truncate(safe_bytes)
+        if not lines:
+            if set(os.listdir(self.path)) != {JOURNAL}:
+                raise StoreError(f"{self.path} holds files of something else; remove it or choose another out=")
+            self._record({"request": request})
+            return None, {}
+        if lines[0].get("request") != request:
+            fields = differences(request, lines[0].get("request") or {})
+            raise StoreError(f"{self.path} is an interrupted pack of another request (differs in {fields}); remove it")
+        dense = next((line["dense"] for line in lines if "dense" in line), None)
+        return dense, {line["layer"]: line for line in lines if "layer" in line}
+
+    def _record(self, line: dict[str, Any]) -> None:
+        self._journal.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+        self._journal.flush()
+        os.fsync(self._journal.fileno())
+
+    def record_dense(self, facts: dict[str, Any]) -> None:
+        """Sync the dense file and note that it is complete."""
+        with open(self.path / DENSE, "rb") as file:
+            os.fsync(file.fileno())
+        self._record({"dense": facts})
+        self.dense = facts
+
+    def record_layer(self, layer: int, facts: dict[str, Any]) -> None:
+        """Sync the experts and note that ``layer`` is complete."""
+        os.fsync(self._experts)
+        self.layers[layer] = {"layer": layer, **facts}
+        self._record(self.layers[layer])
+
+    def allocate(self, nbytes: int) -> None:
+        """Give experts.bin its final size, once the disk is known to have room for it."""
+        needed = nbytes - os.fstat(self._experts).st_blocks * 512
+        free = shutil.disk_usage(self.path).free
+        if needed > free:
+            raise StoreError(self._no_space(needed, free))
+        os.ftruncate(self._experts, nbytes)
+
+    def write(self, segments: list[Segment], buffer: np.ndarray) -> None:
+        """Write one expert's bytes (uint8) to where its segments say."""
+        for segment in segments:
+            piece, offset = memoryview(buffer)[segment.dest : segment.dest + segment.nbytes], segment.offset
+            while piece:
+                written = os.pwrite(self._experts, piece, offset)
+                piece, offset = piece[written:], offset + written
+
+    def finish(self, manifest: PackManifest) -> None:
+        """Write the manifest, sync, and give the directory its final name in one step."""
+        with open(self.path / MANIFEST, "w") as file:
+            file.write(manifest.to_json())
+            file.flush()
+            os.fsync(file.fileno())
+        os.fsync(self._experts)
+        _sync_directory(self.path)
+        os.rename(self.path, self.target)
+        (self.target / JOURNAL).unlink()
+        _sync_directory(self.target.parent)
+
+    @contextmanager
+    def guarded(self, nbytes: int) -> Iterator[None]:
+        """Close the files in any case, and say in bytes what a full disk lacks for a pack of ``nbytes``."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise StoreError(self._no_space(nbytes, shutil.disk_usage(self.path).free)) from error
+        finally:
+            os.close(self._experts)
+            self._journal.close()
+
+    def _no_space(self, needed: int, free: int) -> str:
+        return (
+            f"{self.target}: not enough space, {needed} bytes ({human_bytes(needed)}) are needed and {free} are free; "
+            f"make room and run the same command to resume, or remove {self.path}"
+        )
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    try:
+        entry = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) else None
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

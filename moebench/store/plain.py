@@ -1,0 +1,40 @@
+"""The byte layout ``plain``: the logical numbers in row order, on any machine. Knows no kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from moebench.store.layout import ByteLayout, LayoutError, LogicalTensor
+
+
+class PlainLayout(ByteLayout):
+    """int4: two nibbles a byte, low first, with ``.scales`` and ``.biases``; int8: with ``.scales``."""
+
+    name = "plain"
+    isa = "any"
+
+    def encode(self, tensor: LogicalTensor) -> dict[str, np.ndarray]:
+        """Encoded parts by name; raises ``LayoutError`` where an int4 matrix has an odd number of columns."""
+        if tensor.kind == "none":
+            return {tensor.name: np.ascontiguousarray(tensor.values)}
+        if tensor.kind == "int8":
+            return {tensor.name: np.ascontiguousarray(tensor.values), f"{tensor.name}.scales": tensor.scale}
+        if tensor.values.shape[1] % 2:
+            raise LayoutError(
+                f"tensor {tensor.name}: {tensor.values.shape[1]} columns do not fill whole bytes of two int4"
+            )
+        packed = tensor.values[:, 0::2] | (tensor.values[:, 1::2] << 4)
+        return {tensor.name: packed, f"{tensor.name}.scales": tensor.scale, f"{tensor.name}.biases": tensor.bias}
+
+    def decode(self, name: str, kind: str, shape: tuple[int, ...], parts: Mapping[str, np.ndarray]) -> LogicalTensor:
+        """The inverse of ``encode``, bit for bit."""
+        if kind == "none":
+            return LogicalTensor(name, kind, parts[name].reshape(shape))
+        if kind == "int8":
+            return LogicalTensor(name, kind, parts[name].reshape(shape), parts[f"{name}.scales"])
+        values = np.empty(shape, np.uint8)
+        values[:, 0::2] = parts[name] & 15
+        values[:, 1::2] = parts[name] >> 4
+        return LogicalTensor(name, kind, values, parts[f"{name}.scales"], parts[f"{name}.biases"])
