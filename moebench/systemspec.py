@@ -7,11 +7,29 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from moebench.geometry import Geometry
+
 FIDELITIES = ("exact", "advisory", "altered")
+SIZINGS = ("budget", "minimal", "full")
+
+
+@dataclass(frozen=True, eq=False)
+class RunContext:
+    """What a system may know when it is built, before the first request.
+
+    ``slots`` counts the experts that the fastest tier holds, ``scope`` is ``shared`` or ``per_layer``. ``future`` is given to
+    oracles only: the demands to come, as (layer, keys) in the order of the loop.
+    """
+
+    geometry: Geometry
+    slots: int
+    scope: str
+    seed: int = 0
+    future: Sequence[tuple[int, Sequence[int]]] | None = None
 
 
 @dataclass(frozen=True)
@@ -27,6 +45,8 @@ class SystemSpec:
     ``fidelity(config)`` is ``exact`` (native routing is executed), ``advisory`` (native, predictions only prefetch) or
     ``altered`` (other experts run). ``timing_dependent``: decisions depend on when reads finish. ``needs`` names artefacts
     or trace channels; ``oracle`` marks bounds that know the future; ``engine`` is the read engine used when none is asked for.
+    ``sizing`` says how many cache slots it gets: what the ``budget`` holds, the ``minimal`` one layer of one token needs, or
+    ``full``, all experts, loaded before the first request.
     """
 
     id: str
@@ -40,12 +60,15 @@ class SystemSpec:
     needs: tuple[str, ...] = ()
     oracle: bool = False
     engine: str | None = None
+    sizing: str = "budget"
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z][a-z0-9_]*", self.id):
             raise ValueError(f"system id {self.id!r} must be lower-case letters, digits and underscores")
         if not dataclasses.is_dataclass(self.config):
             raise ValueError(f"system {self.id}: config must be a dataclass type, got {self.config!r}")
+        if self.sizing not in SIZINGS:
+            raise ValueError(f"system {self.id}: sizing {self.sizing!r} is not one of {', '.join(SIZINGS)}")
         needy = [
             f.name
             for f in dataclasses.fields(self.config)

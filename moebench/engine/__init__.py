@@ -1,1 +1,1 @@
-"""engine."""
+"""The decode loop: steps, acquisition of experts, and the two drivers, live and replay."""

@@ -1,1 +1,1 @@
-"""residency."""
+"""Who holds which expert: byte ledger, tiers of slots, eviction policies."""

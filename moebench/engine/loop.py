@@ -1,0 +1,155 @@
+"""The two drivers of the one loop: live, where a model computes, and replay, where a trace stands in for it.
+
+Both run steps through ``Experts``; nothing else repeats the order begin, layers, end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from moebench.backends.base import Backend
+from moebench.engine.acquire import Experts
+from moebench.engine.step import DECODE, PREFILL, Routing, Step
+from moebench.trace.format import Trace
+
+Sampler = Callable[[np.ndarray], np.ndarray]
+
+
+def greedy(logits: np.ndarray) -> np.ndarray:
+    """The likeliest token of each sequence; logits are float32 [B, V], ids int64 [B]."""
+    return logits.argmax(-1)
+
+
+def seeded_sampler(seed: int, temperature: float = 1.0) -> Sampler:
+    """A sampler whose draws depend on the seed and the call count only (Gumbel trick on logits / temperature)."""
+    rng = np.random.default_rng(seed)
+
+    def sample(logits: np.ndarray) -> np.ndarray:
+        return (logits / temperature + rng.gumbel(size=logits.shape)).argmax(-1)
+
+    return sample
+
+
+@dataclass
+class Generation:
+    """A batch of finished requests: token ids per sequence, and the logits of each emitted token where asked for."""
+
+    tokens: list[list[int]]
+    logits: list[np.ndarray] = field(default_factory=list)
+
+
+def window_step(index: int, phase: int, position: np.ndarray, valid: np.ndarray, emits: int) -> Step:
+    """A step over ``position`` and ``valid``, both [B, W], flattened row by row as a model flattens them."""
+    sequence = np.repeat(np.arange(len(position), dtype=np.int32), position.shape[1])
+    return Step(index, phase, sequence, position.astype(np.int32).ravel(), valid.ravel(), emits)
+
+
+class Loop:
+    """Runs requests on one backend. ``experts`` is None for a backend that holds all its experts itself."""
+
+    def __init__(self, backend: Backend, experts: Experts | None, chunk: int = 32) -> None:
+        self.backend, self.experts, self.chunk, self.steps = backend, experts, chunk, 0
+
+    def forward(self, phase: int, tokens: np.ndarray, position: np.ndarray, valid: np.ndarray, emits: int) -> np.ndarray:
+        """One pass over ``tokens`` [B, W]; returns logits [B, V] of the last column."""
+        step = window_step(self.steps, phase, position, valid, emits)
+        self.steps += 1
+        if self.experts is None:
+            return self.backend.forward(step, tokens, None)
+        self.experts.begin(step)
+        logits = self.backend.forward(step, tokens, self.experts)
+        self.experts.end()
+        return logits
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        new_tokens: int,
+        stop: int | None = None,
+        sampler: Sampler = greedy,
+        forced: Sequence[Sequence[int]] | None = None,
+        keep_logits: bool = False,
+    ) -> Generation:
+        """Answer a batch of prompts with up to ``new_tokens`` tokens each, ending a sequence at token ``stop``.
+
+        ``forced`` feeds given continuations instead of the sampled ones, so that arms see one token sequence.
+        """
+        batch, width = len(prompts), max(map(len, prompts))
+        tokens, valid = np.zeros((batch, width), np.int64), np.zeros((batch, width), bool)
+        for i, prompt in enumerate(prompts):
+            tokens[i, width - len(prompt) :], valid[i, width - len(prompt) :] = prompt, True
+        position = np.maximum(valid.cumsum(1) - 1, 0)
+        self.backend.reset(batch)
+        if self.experts is not None:
+            self.experts.hooks.begin_request(np.arange(batch), self.experts.view)
+        for at in range(0, width, self.chunk):
+            cut = slice(at, at + self.chunk)
+            last = at + self.chunk >= width
+            logits = self.forward(PREFILL, tokens[:, cut], position[:, cut], valid[:, cut], batch * last)
+        out = Generation([[] for _ in range(batch)])
+        alive, length = np.ones(batch, bool), valid.sum(1)
+        for i in range(new_tokens):
+            chosen = sampler(logits)
+            if keep_logits:
+                out.logits.append(logits)
+            if forced is not None:
+                chosen = np.array([f[i] if i < len(f) else 0 for f in forced])
+                alive &= np.array([i < len(f) for f in forced])
+            for b in np.flatnonzero(alive):
+                out.tokens[b].append(int(chosen[b]))
+            if stop is not None:
+                alive &= chosen != stop
+            if not alive.any() or i + 1 == new_tokens:
+                break
+            logits = self.forward(DECODE, chosen[:, None], length[:, None], alive[:, None], int(alive.sum()))
+            length += 1
+        return out
+
+
+def replay_steps(trace: Trace, batch: int, chunk: int) -> Iterator[tuple[Step, np.ndarray, bool]]:
+    """Steps of a trace: ``batch`` sequences at a time, prompts in chunks, then one token each; with row numbers.
+
+    Yields (step, trace rows int [N], whether a new group of requests begins).
+    """
+    index = 0
+    starts = np.flatnonzero(np.diff(trace.sequence, prepend=trace.sequence[0] - 1))
+    ends = np.append(starts[1:], len(trace.sequence))
+    for first in range(0, len(starts), batch):
+        spans = [np.arange(a, b) for a, b in zip(starts[first : first + batch], ends[first : first + batch], strict=True)]
+        new = True
+        prompts = [s[trace.phase[s] == PREFILL] for s in spans]
+        longest = max(map(len, prompts))
+        for at in range(0, longest, chunk):
+            rows = np.concatenate([p[at : at + chunk] for p in prompts])
+            done = sum(at < len(p) <= at + chunk for p in prompts)
+            yield _trace_step(trace, index, PREFILL, rows, done), rows, new
+            index, new = index + 1, False
+        decodes = [s[trace.phase[s] != PREFILL] for s in spans]
+        for at in range(max(map(len, decodes))):
+            rows = np.array([d[at] for d in decodes if at < len(d)])
+            yield _trace_step(trace, index, DECODE, rows, len(rows)), rows, new
+            index, new = index + 1, False
+
+
+def _trace_step(trace: Trace, index: int, phase: int, rows: np.ndarray, emits: int) -> Step:
+    return Step(index, phase, trace.sequence[rows], trace.position[rows], np.ones(len(rows), bool), emits)
+
+
+def replay(trace: Trace, experts: Experts, batch: int = 1, chunk: int = 32) -> None:
+    """Run a whole trace through the loop: native routing from the trace, experts acquired but not computed on."""
+    layers = range(experts.geometry.layers)
+    for step, rows, new in replay_steps(trace, batch, chunk):
+        if new:
+            experts.hooks.begin_request(np.unique(step.sequence), experts.view)
+        ids = trace.experts[rows]
+        weights = None if trace.weights is None else trace.weights[rows]
+        experts.begin(step)
+        for layer in layers:
+            native = Routing(ids[:, layer], None if weights is None else weights[:, layer])
+            for _ in experts.serve(layer, None, native)[1]:
+                pass
+        experts.end()
+    experts.drain()

@@ -1,0 +1,65 @@
+"""The read-only view that every decision hook gets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moebench.geometry import Geometry
+
+if TYPE_CHECKING:
+    from moebench.engine.acquire import Experts
+
+
+class View:
+    """What a plugin may know of a run: residency, transfers, costs and time; never the future, never a mutable array."""
+
+    def __init__(self, experts: Experts) -> None:
+        self._experts = experts
+
+    @property
+    def geometry(self) -> Geometry:
+        """Layers, experts, top-k and sizes of the model."""
+        return self._experts.geometry
+
+    @property
+    def now(self) -> float:
+        """Seconds on the run's clock."""
+        return self._experts.timeline.now()
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Names of the tiers, fastest first."""
+        return tuple(t.name for t in self._experts.tiers)
+
+    def budget(self, tier: str) -> int:
+        """Capacity of a tier in bytes."""
+        return self._experts.tier(tier).capacity_bytes
+
+    def slots(self, tier: str) -> int:
+        """Capacity of a tier in experts."""
+        return self._experts.tier(tier).slots
+
+    def resident(self, keys, tier: str | None = None) -> np.ndarray:
+        """Per key (bool): complete in ``tier`` (the fastest when None)."""
+        return self._experts.tier(tier).resident(keys)
+
+    def in_flight(self, keys) -> np.ndarray:
+        """Per key (bool): a transfer into the fastest tier is under way."""
+        pending = self._experts.in_flight
+        return np.fromiter((k in pending for k in np.asarray(keys).tolist()), bool, len(keys))
+
+    def cost(self, keys) -> np.ndarray:
+        """Estimated seconds until each key could be computed on, by the tier that holds it; 0 where it is resident."""
+        experts = self._experts
+        keys = np.asarray(keys, np.int64)
+        cost = np.full(len(keys), experts.read_estimate_s + experts.copy_estimate_s)
+        for tier in experts.tiers[1:]:
+            cost[tier.resident(keys)] = experts.copy_estimate_s
+        cost[experts.tiers[0].resident(keys)] = 0.0
+        return cost
+
+    def window(self, layer: int) -> float:
+        """Running mean (weight 0.2 on the newest) of the seconds between the routing of ``layer`` and of the next one."""
+        return self._experts.windows[layer]

@@ -1,0 +1,88 @@
+"""From a hardware profile and a geometry to the seconds of each operation; every formula of the time model stands here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moebench.geometry import Geometry
+from moebench.hardware import HardwareProfile
+from moebench.timeline.costs import Costs
+from moebench.units import GB, GIB, KIB, MIB
+
+QUEUE_DEPTH = 32  # reads that an asynchronous engine keeps in flight at most
+BLOCK_BYTES = MIB  # demand pre-empts prefetch at this granularity
+BF16 = 2
+
+
+@dataclass(frozen=True)
+class StorageUse:
+    """How experts lie on storage and how they are read: pieces per expert, bytes of each, page cache or not."""
+
+    pieces: tuple[int, ...]  # bytes of each separate read that one expert takes
+    engine: str  # "direct" bypasses the page cache; "pread" and "mmap" go through it
+    page_cache_bytes: int = 0
+
+
+def pieces(geometry: Geometry, layout: str) -> tuple[int, ...]:
+    """Separate reads of one expert: one aligned extent, or the scattered tensors of a checkpoint as downloaded.
+
+    A checkpoint stores weight, scales and biases of each of the three projections apart (9 ranges at int4, 3 at 16 bits).
+    """
+    if layout != "checkpoint":
+        return (geometry.slot_bytes,)
+    matrix = geometry.hidden * geometry.intermediate
+    if geometry.quant == "none":
+        return (matrix * BF16,) * 3
+    if geometry.quant == "int8":
+        return (matrix, geometry.intermediate * BF16) * 2 + (matrix, geometry.hidden * BF16)
+    return (matrix // 2, matrix // geometry.group * BF16, matrix // geometry.group * BF16) * 3
+
+
+def build(profile: HardwareProfile, geometry: Geometry, use: StorageUse, dense_bits: float | None = None) -> Costs:
+    """Costs of one run.
+
+    Storage: an expert takes the sum over its pieces of piece / bandwidth(piece size, depth); an mmap engine faults one
+    readahead window at a time from one thread. Compute: a layer streams its dense weights once a pass and each active expert
+    once, or is bound by arithmetic; the software stack adds its floor per step, spread over the layers, and its cost per load.
+    """
+    stack = profile.constants()
+    device_bw = profile.device_gb_s * GB
+    bits = dense_bits or geometry.bits_per_weight
+    flops = (profile.int4_tflops if geometry.quant == "int4" else profile.bf16_tflops) * 1e12
+    head_parameters = geometry.vocabulary * geometry.hidden
+    layer_parameters = max(0, geometry.dense_parameters - 2 * head_parameters) / geometry.layers
+    depths = range(1, QUEUE_DEPTH + 1)
+    read_bytes = sum(use.pieces)
+    if use.engine == "mmap":
+        window = max(profile.page_kib, profile.readahead_kib) * KIB
+        faults = sum(-(-piece // window) for piece in use.pieces)
+        cold = faults * (profile.page_fault_us * 1e-6 + window / (profile.read_gb_s(window, 1) * GB))
+        read_s = (0.0, *[cold] * len(depths))
+    else:
+        read_s = (0.0, *[sum(p / (profile.read_gb_s(p, d) * GB) for p in use.pieces) for d in depths])
+    unified = profile.unified
+    copy_s = 0.0 if unified else geometry.expert_bytes / (profile.h2d_gb_s * GB)
+    return Costs(
+        read_bytes=read_bytes,
+        expert_bytes=geometry.expert_bytes,
+        read_s=read_s,
+        block_s=min(1.0, BLOCK_BYTES / read_bytes) * read_s[1],
+        load_host_s=stack.per_load_ms * 1e-3,
+        cached_s=2 * geometry.expert_bytes / (profile.dram_gb_s * GB),
+        page_cache_bytes=0 if use.engine == "direct" else use.page_cache_bytes,
+        copy_s=copy_s,
+        copy_latency_s=0.0 if unified else profile.link_latency_us * 1e-6,
+        dense_layer_s=layer_parameters * bits / 8 / device_bw,
+        dense_row_s=2 * layer_parameters / (profile.bf16_tflops * 1e12),
+        head_s=head_parameters * bits / 8 / device_bw,
+        context_row_s=geometry.kv_bytes_per_token / geometry.layers / device_bw,
+        expert_s=geometry.expert_bytes / device_bw,
+        expert_row_s=geometry.expert_flops_per_row() / flops,
+        layer_floor_s=stack.step_floor_ms * 1e-3 / geometry.layers,
+        host_sync_s=stack.host_sync_us * 1e-6,
+    )
+
+
+def page_cache_bytes(profile: HardwareProfile, held_bytes: int) -> int:
+    """RAM that the operating system can use as page cache: all of it less the ledger and the declared reserve."""
+    return max(0, int((profile.ram_gib - profile.reserve_gib) * GIB) - held_bytes)

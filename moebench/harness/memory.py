@@ -1,0 +1,117 @@
+"""From a budget to slots: how many experts each tier holds, and what the ledger books before the first request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moebench.budget import parse_budget
+from moebench.geometry import Geometry
+from moebench.hardware import HardwareProfile
+from moebench.hookspecs import hookimpl
+from moebench.residency.ledger import BudgetError, Ledger
+from moebench.residency.tier import Tier
+from moebench.store.pages import aligned_buffer
+from moebench.systemspec import SystemSpec
+from moebench.units import GIB, human_bytes
+
+STAGING_SLOTS = 16  # host slots that reads land in on the way to a device of its own memory, at the least
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Slots per tier; ``host`` is 0 on a machine with one memory."""
+
+    device: int
+    host: int
+
+
+def size(
+    geometry: Geometry,
+    spec: SystemSpec,
+    budget: str,
+    scope: str,
+    profile: HardwareProfile,
+    staging_bytes: int,
+    fixed_bytes: int,
+    tiers: int,
+) -> Sizes:
+    """Slots that ``budget`` buys, staging and temporaries included.
+
+    ``fixed_bytes`` is what dense weights, KV cache and activations take of the device. Raises ``BudgetError`` that states the
+    smallest legal budget: one layer's demand for one token (one such set per layer where slots are split by layer).
+    """
+    slot, every = geometry.slot_bytes, geometry.keys
+    least = geometry.top_k * (geometry.layers if scope == "per_layer" else 1)
+    staging = max(STAGING_SLOTS, 2 * geometry.top_k) if tiers == 2 else 0
+    if spec.sizing == "full":
+        device, host = every, staging
+    elif spec.sizing == "minimal":
+        device, host = least, staging
+    else:
+        nbytes = parse_budget(budget, geometry.routed_bytes)
+        device, host = min(every, (nbytes - staging_bytes) // slot - staging), staging
+        if device < least:
+            smallest = (least + staging) * slot + staging_bytes
+            raise BudgetError(
+                f"budget {budget} is {human_bytes(nbytes)}; {geometry.name} needs at least {human_bytes(smallest)} "
+                f"({least + staging} experts of {human_bytes(slot)}: one layer's demand for one token and staging)"
+            )
+    if tiers == 2:
+        room = int(profile.device_gib * GIB - fixed_bytes) // slot
+        if room < least:
+            raise BudgetError(f"{profile.title} has no room for one layer's experts of {geometry.name} beside its dense weights")
+        if device > room:
+            device, host = room, device - room + staging
+    held = (device + host) * slot + staging_bytes + fixed_bytes
+    memory = profile.ram_gib + (profile.device_gib if tiers == 2 else 0)
+    if held > memory * GIB:
+        raise BudgetError(
+            f"{geometry.name} under {spec.id} holds {held / GIB:.1f} GiB, more than the {memory:.1f} GiB of {profile.title}"
+        )
+    return Sizes(device, host)
+
+
+def make_tiers(geometry: Geometry, sizes: Sizes, scope: str, real: bool, ledger: Ledger) -> list[Tier]:
+    """Build and book the tiers; ``real`` ones have an arena of 4096-aligned slots."""
+    tiers = []
+    for name, category, slots in (("device", "expert slots", sizes.device), ("host", "host slots", sizes.host)):
+        if not slots:
+            continue
+        arena = None
+        if real:
+            arena = aligned_buffer(slots * geometry.slot_bytes).reshape(slots, geometry.slot_bytes)
+        tier = Tier(name, slots, geometry.slot_bytes, geometry.layers, geometry.experts, scope if name == "device" else "shared", arena)
+        ledger.book(category, tier.capacity_bytes)
+        tiers.append(tier)
+    return tiers
+
+
+class StateWatch:
+    """An observer that keeps the ledger's KV line true: from the backend's own count, or from positions and the geometry."""
+
+    def __init__(self, ledger: Ledger, geometry: Geometry, kv_bytes=None) -> None:
+        self.ledger, self.geometry, self.kv_bytes = ledger, geometry, kv_bytes
+        self._lengths: dict[int, int] = {}
+
+    @hookimpl
+    def begin_request(self, sequences: Sequence[int], view) -> None:
+        """Old sequences release their state."""
+        self._lengths = {}
+
+    @hookimpl
+    def end_step(self, step, record, view) -> None:
+        """Book the state after each pass."""
+        if self.kv_bytes is not None:
+            self.ledger.set("kv", self.kv_bytes())
+            return
+        if step.rows == 1:
+            self._lengths[int(step.sequence[0])] = int(step.position[0]) + 1
+        else:
+            for sequence in np.unique(step.sequence).tolist():
+                self._lengths[sequence] = int(step.position[step.sequence == sequence].max()) + 1
+        geometry = self.geometry
+        tokens = sum(self._lengths.values())
+        self.ledger.set("kv", tokens * geometry.kv_bytes_per_token + len(self._lengths) * geometry.fixed_state_bytes)

@@ -1,0 +1,44 @@
+"""What operations cost on a modeled machine: plain seconds per operation, worked out once per run.
+
+Built from a hardware profile and a model geometry by ``harness``; knows neither.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds and bytes of every operation the virtual clock can be asked for.
+
+    ``read_s[d]`` is the service time of one whole-expert read with ``d`` reads outstanding (index 0 unused), so that throughput
+    at depth d is ``read_bytes / read_s[d]``; ``block_s`` is how long a prefetch block that is already on the device keeps a
+    demand read waiting. ``cached_s`` is the cost of a read that the page cache serves, and ``page_cache_bytes`` its size (0 for
+    of each row where arithmetic, not memory, bounds it. ``layer_floor_s`` is the least time a layer takes in the software stack.
+    """
+
+    read_bytes: int
+    expert_bytes: int
+    read_s: tuple[float, ...]
+    block_s: float
+    load_host_s: float
+    cached_s: float
+    page_cache_bytes: int
+    copy_s: float
+    copy_latency_s: float
+    dense_layer_s: float
+    dense_row_s: float
+    head_s: float
+    context_row_s: float
+    expert_s: float
+    expert_row_s: float
+    layer_floor_s: float
+    host_sync_s: float
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, int | float) and value < 0:
+                raise ValueError(f"costs: {name} must not be negative, got {value}")
+        if len(self.read_s) < 2 or min(self.read_s[1:]) <= 0:
+            raise ValueError("costs: read_s needs a positive service time for depth 1 and above")

@@ -1,0 +1,54 @@
+"""Modeled time over real bytes: a live run on a declared machine moves real experts, and the clock is arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from moebench.store.engines import ReadEngine
+from moebench.timeline.base import Ticket
+from moebench.timeline.costs import Costs
+from moebench.timeline.virtual import VirtualTimeline
+
+
+class FilledTimeline(VirtualTimeline):
+    """A virtual clock whose transfers also happen: slots hold real bytes as soon as a ticket is complete."""
+
+    def __init__(self, costs: Costs, engine: ReadEngine, buffer: Callable[[str, int], np.ndarray]) -> None:
+        super().__init__(costs)
+        self.engine, self.buffer = engine, buffer
+        self._real: dict[Ticket, Callable[[], object]] = {}
+
+    def read(self, keys: Sequence[int], slots: Sequence[int], tier: str, priority: int) -> list[Ticket]:
+        """Start modeled and real reads."""
+        tickets = super().read(keys, slots, tier, priority)
+        for ticket in tickets:
+            self._real[ticket] = self.engine.submit(ticket.key, self.buffer(tier, ticket.slot), priority).result
+        return tickets
+
+    def copy(self, key: int, source: tuple[str, int], target: tuple[str, int], after: Ticket | None) -> Ticket:
+        """Queue a modeled copy; the bytes move when it is waited for."""
+        ticket = super().copy(key, source, target, after)
+
+        def move() -> None:
+            if after is not None:
+                self._finish(after)
+            np.copyto(self.buffer(*target), self.buffer(*source))
+
+        self._real[ticket] = move
+        return ticket
+
+    def _finish(self, ticket: Ticket) -> None:
+        if (real := self._real.pop(ticket, None)) is not None:
+            real()
+
+    def wait(self, ticket: Ticket) -> float:
+        """Advance the clock, then make sure that the bytes have arrived."""
+        stall = super().wait(ticket)
+        self._finish(ticket)
+        return stall
+
+    def close(self) -> None:
+        """Stop the engine."""
+        self.engine.close()

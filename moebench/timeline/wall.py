@@ -1,0 +1,92 @@
+"""A clock that measures: real reads by a read engine, real copies between arenas, real time.
+
+Knows tiers only as arenas of slots to fill.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from moebench.store.engines import ReadEngine
+from moebench.timeline.base import DEMAND, Ticket, Timeline
+
+
+class WallTimeline(Timeline):
+    """Drives ``engine`` and a copy thread. ``buffer(tier, slot)`` gives the bytes of a slot."""
+
+    clock = "wall"
+
+    def __init__(self, engine: ReadEngine, buffer: Callable[[str, int], np.ndarray]) -> None:
+        self.engine, self.buffer = engine, buffer
+        self._origin = time.perf_counter()
+        self._copier: ThreadPoolExecutor | None = None
+
+    @property
+    def storage_bytes(self) -> int:
+        """Bytes that the engine has asked of its file."""
+        return self.engine.bytes_read
+
+    def now(self) -> float:
+        """Seconds since this timeline was made."""
+        return time.perf_counter() - self._origin
+
+    def read(self, keys: Sequence[int], slots: Sequence[int], tier: str, priority: int) -> list[Ticket]:
+        """Submit one read per expert, in order."""
+        tickets = []
+        for key, slot in zip(keys, slots, strict=True):
+            ticket = Ticket(key, self.engine.pack.slot_bytes, slot, priority, self.now())
+            ticket.handle = self.engine.submit(key, self.buffer(tier, slot), priority)
+            tickets.append(ticket)
+        return tickets
+
+    def copy(self, key: int, source: tuple[str, int], target: tuple[str, int], after: Ticket | None) -> Ticket:
+        """Copy the expert's bytes in the copy thread, once ``after`` has landed."""
+        if self._copier is None:
+            self._copier = ThreadPoolExecutor(1, thread_name_prefix="moebench-copy")
+        ticket = Ticket(key, self.engine.pack.expert_bytes, target[1], DEMAND, self.now())
+        ticket.handle = self._copier.submit(self._move, source, target, after)
+        return ticket
+
+    def _move(self, source: tuple[str, int], target: tuple[str, int], after: Ticket | None) -> None:
+        if after is not None:
+            after.handle.result()
+        np.copyto(self.buffer(*target), self.buffer(*source))
+
+    def is_ready(self, ticket: Ticket) -> bool:
+        """Whether the transfer ended; one that failed is for ``wait`` to raise."""
+        return ticket.handle.done()
+
+    def promote(self, ticket: Ticket) -> None:
+        """Move a queued read to the front."""
+        if ticket.priority != DEMAND:
+            self.engine.promote(ticket.key)
+
+    def wait(self, ticket: Ticket) -> float:
+        """Block until the transfer ended; returns the seconds it took and raises its error."""
+        future: Future = ticket.handle
+        if future.done():
+            future.result()
+            return 0.0
+        self.promote(ticket)
+        started = time.perf_counter()
+        future.result()
+        return time.perf_counter() - started
+
+    def compute_experts(self, count: int, rows: int) -> None:
+        """Real compute takes its own time."""
+
+    def compute_dense(self, layers: int, rows: int, context: int, final: bool) -> None:
+        """Real compute takes its own time."""
+
+    def host_sync(self) -> None:
+        """Real synchronisation takes its own time."""
+
+    def close(self) -> None:
+        """Stop the copy thread and the engine."""
+        if self._copier is not None:
+            self._copier.shutdown(wait=True, cancel_futures=True)
+        self.engine.close()
