@@ -14,24 +14,15 @@ import numpy as np
 import torch
 
 from moebench.store.layout import ByteLayout, LayoutError, LogicalTensor
+from moebench.store.quant import from_bf16, to_bf16
 
 INT4_ROWS, INT4_COLUMNS, INT8_COLUMNS = 16, 32, 16  # what the kernels take in whole
 
 
-def bf16_to_float(bits: np.ndarray) -> np.ndarray:
-    """fp32 values of bf16 bits (uint16), exactly."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def float_to_bf16(values: np.ndarray) -> np.ndarray:
-    """bf16 bits (uint16) of fp32 values by cutting the low half: exact where the value is a bf16 value."""
-    return (np.ascontiguousarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
-
-
 def bias_bits(scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
     """bf16 bits of bias = zero - 8 * scale, from bf16 bits."""
-    bias = bf16_to_float(zero).astype(np.float64) - 8.0 * bf16_to_float(scale).astype(np.float64)
-    return float_to_bf16(bias.astype(np.float32))
+    bias = from_bf16(zero).astype(np.float64) - 8.0 * from_bf16(scale).astype(np.float64)
+    return to_bf16(bias.astype(np.float32))
 
 
 def pack_nibbles(values: np.ndarray) -> np.ndarray:
@@ -79,9 +70,9 @@ class TorchCpuLayout(ByteLayout):
                 f"got {rows} x {columns}"
             )
         # The zero point bias + 8 * scale must be a bf16 value, and give the very bias back.
-        zero = bf16_to_float(tensor.bias).astype(np.float64) + 8.0 * bf16_to_float(tensor.scale).astype(np.float64)
-        bits = float_to_bf16(zero.astype(np.float32))
-        inexact = (bf16_to_float(bits) != zero) | (bias_bits(tensor.scale, bits) != tensor.bias)
+        zero = from_bf16(tensor.bias).astype(np.float64) + 8.0 * from_bf16(tensor.scale).astype(np.float64)
+        bits = to_bf16(zero.astype(np.float32))
+        inexact = (from_bf16(bits) != zero) | (bias_bits(tensor.scale, bits) != tensor.bias)
         if inexact.any():
             row, group = np.argwhere(inexact)[0]
             raise LayoutError(f"{name}: zero point of row {row}, group {group} is not exact in bf16 (torch_cpu int4)")

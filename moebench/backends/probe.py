@@ -1,0 +1,133 @@
+"""Whether each kernel a model uses is row-invariant: do many rows at once give the bits that each row gives alone?
+
+Only then are windows, chunks and batches bit-identical to single steps. It depends on machine, dtype, shape and library,
+so it is tried, never assumed. Knows tensors; knows no server and no pack.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from moebench.backends.torch_experts import DTYPES, BackendError, ExpertLayer, combine, expert_modules
+from moebench.backends.torch_source import attention_modules, head_shape
+from moebench.store.layout import TensorSpec
+
+ROWS = (1, 2, 3, 4, 8, 16, 33)
+PAST = 29  # cached positions before the rows of an attention probe
+
+Kernel = Callable[[torch.Tensor], torch.Tensor]
+
+
+def probe_kernels(model: nn.Module) -> dict[str, Any]:
+    """Report by kernel name: ``{"equal": bool, "max_abs_diff": float, "first_unequal_rows": int or None}``."""
+    random = torch.Generator().manual_seed(0)
+    with torch.inference_mode():
+        rowwise = _row_kernels(model, random)
+        report = {name: _compare(kernel, width, dtype, random) for name, kernel, width, dtype in rowwise}
+        for module in attention_modules(model):
+            name, many, single = _attention(module, random)
+            if name not in report:
+                one_by_one = single(max(ROWS))
+                report[name] = _verdict({n: (many(n), one_by_one[:n]) for n in ROWS})
+    return report
+
+
+def require_row_invariance(report: dict[str, Any]) -> None:
+    """Raise ``BackendError`` naming the first kernel of ``report`` that is not row-invariant."""
+    for name, entry in report.items():
+        if not entry["equal"]:
+            raise BackendError(
+                f"numerics=row_invariant: here kernel {name} gives other bits for {entry['first_unequal_rows']} rows than "
+                f"one by one (by up to {entry['max_abs_diff']:.2g}); use numerics=free, or another attention or dtype"
+            )
+
+
+def _compare(kernel: Kernel, width: int, dtype: torch.dtype, random: torch.Generator) -> dict[str, Any]:
+    x = torch.randn(max(ROWS), width, generator=random).to(dtype)
+    single = torch.cat([kernel(x[i : i + 1]) for i in range(len(x))])
+    return _verdict({n: (kernel(x[:n]), single[:n]) for n in ROWS})
+
+
+def _verdict(pairs: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Any]:
+    unequal = [n for n, (many, single) in pairs.items() if not torch.equal(many, single)]
+    largest = max((many.float() - single.float()).abs().max().item() for many, single in pairs.values())
+    return {
+        "equal": not unequal,
+        "max_abs_diff": largest,
+        "first_unequal_rows": unequal[0] if unequal else None,
+    }
+
+
+def _row_kernels(model: nn.Module, random: torch.Generator) -> Iterator[tuple[str, Kernel, int, torch.dtype]]:
+    """Every distinct dense layer, router, norm and expert kernel: (name, kernel, input width, dtype)."""
+    kernels: dict[str, tuple[str, Kernel, int, torch.dtype]] = {}
+    dtype = model.get_input_embeddings().weight.dtype
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if weight is not None and not weight.is_meta and weight.dim() <= 2 and not isinstance(module, nn.Embedding):
+            name = f"{type(module).__name__} {_shape(weight)} {str(weight.dtype)[6:]}"
+            kernels.setdefault(name, (name, _first_output(module), weight.shape[-1], dtype))
+    yield from kernels.values()
+    layers = [m.moebench for m in expert_modules(model).values() if hasattr(m, "moebench")]
+    if layers:
+        yield from _expert_kernels(layers[0], model.config.get_text_config().num_experts_per_tok, dtype, random)
+
+
+def _expert_kernels(layer: ExpertLayer, top_k: int, dtype: torch.dtype, random: torch.Generator):
+    up, up_scales, _, down, down_scales, _ = layer.views.specs
+    for linear, weight, scales in ((layer.up, up, up_scales), (layer.down, down, down_scales)):
+        w, s = _random_part(weight, random), scales and _random_part(scales, random)
+        width = weight.shape[1] * (2 if weight.dtype == "U8" else 1)
+        name = f"expert {weight.name} {_shape(weight)} {weight.dtype}"
+        yield name, lambda x, linear=linear, w=w, s=s: linear(x, w, s), width, dtype
+    yield "expert gate", layer.gate, up.shape[0], dtype
+    hidden, weights = down.shape[0], torch.rand(1, top_k, generator=random).to(dtype)
+    total = f"weighted sum of {top_k}"
+    yield total, lambda x: combine(x.view(len(x), top_k, hidden), weights, dtype), top_k * hidden, dtype
+
+
+def _random_part(spec: TensorSpec, random: torch.Generator) -> torch.Tensor:
+    if spec.dtype == "BF16":
+        return torch.randn(spec.shape, generator=random).bfloat16()
+    return torch.randint(-128, 128, spec.shape, generator=random, dtype=torch.int8).view(DTYPES[spec.dtype])
+
+
+def _first_output(module: nn.Module) -> Kernel:
+    def kernel(x: torch.Tensor) -> torch.Tensor:
+        output = module(x)
+        return output[0] if isinstance(output, tuple) else output
+
+    return kernel
+
+
+def _attention(module: nn.Module, random: torch.Generator) -> tuple[str, Kernel, Kernel]:
+    """(name, n rows in one causal window, n rows one by one) over random queries and a cache of PAST positions."""
+    kind = module.config._attn_implementation
+    function = sys.modules[type(module).__module__].eager_attention_forward
+    if kind != "eager":
+        function = ALL_ATTENTION_FUNCTIONS[kind]
+    heads, kv_heads, key_size, value_size = head_shape(module)
+    dtype = next(module.parameters()).dtype
+    length = PAST + max(ROWS)
+    shapes = ((heads, max(ROWS), key_size), (kv_heads, length, key_size), (kv_heads, length, value_size))
+    q, k, v = (torch.randn(1, *shape, generator=random).to(dtype) for shape in shapes)
+
+    def window(first: int, n: int) -> torch.Tensor:
+        end = PAST + first + n
+        mask = torch.full((n, end), torch.finfo(dtype).min, dtype=dtype).triu(PAST + first + 1)[None, None]
+        rows = q[:, :, first : first + n]
+        out, _ = function(module, rows, k[:, :, :end], v[:, :, :end], mask if n > 1 else None, scaling=module.scaling)
+        return out[0]
+
+    name = f"{kind} attention, {heads} heads of {key_size}"
+    return name, lambda n: window(0, n), lambda n: torch.cat([window(i, 1) for i in range(n)])
+
+
+def _shape(tensor: torch.Tensor | TensorSpec) -> str:
+    return "x".join(map(str, tensor.shape))

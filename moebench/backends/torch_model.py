@@ -1,0 +1,222 @@
+"""Transformers models behind the backend contract: one fed by an expert server, and one left as it is.
+
+Knows attention masks, KV caches and dense weights; knows no disk beyond the dense file and no policy.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from moebench.backends.base import Backend, ExpertServer
+from moebench.backends.probe import probe_kernels, require_row_invariance
+from moebench.backends.torch_experts import BackendError, expert_modules, install
+from moebench.backends.torch_source import empty_model, expert_names, float_type, load_model
+from moebench.engine.step import Step
+
+ATTENTIONS = ("eager", "sdpa")
+NUMERICS = ("row_invariant", "free")
+
+
+class TransformersBackend(Backend):
+    """The part that both backends share: inputs from a step, the KV cache, the logits.
+
+    A pass that raises leaves the cache undefined: ``reset`` before the next one.
+    """
+
+    def __init__(self, model: PreTrainedModel, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self.model = model
+        # transformers renamed the argument on the way to version 6
+        self._cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        self.reset(1)
+
+    def reset(self, batch: int) -> None:
+        """Start an empty KV cache for ``batch`` sequences."""
+        self.cache = DynamicCache(config=self.model.config)
+        self.batch, self._seen = batch, torch.ones(batch, 0, dtype=torch.bool)
+
+    @property
+    def length(self) -> int:
+        """Positions in the cache, padding included."""
+        return self._seen.shape[1]
+
+    def forward(
+        self, step: Step, tokens: np.ndarray, server: ExpertServer | None, all_rows: bool = False
+    ) -> np.ndarray:
+        """Run one step of ``tokens`` int64 [B, W]; fp32 logits [B, V] of the last rows, or [B*W, V] with ``all_rows``."""
+        if tokens.shape[0] != self.batch or tokens.size != step.rows:
+            raise BackendError(f"tokens {tokens.shape} do not fit {step.rows} rows of {self.batch} sequences")
+        full = bool(step.valid.all())
+        if not full and self.length and any(layer.is_sliding for layer in self.cache.layers):
+            raise BackendError(
+                "padding after the first pass would shift a sliding attention window: pad in the first only"
+            )
+        self._seen = torch.cat([self._seen, torch.from_numpy(step.valid.reshape(tokens.shape))], dim=1)
+        positions = np.maximum(step.position, 0).reshape(tokens.shape)
+        self._begin(server, None if full else ~step.valid)
+        try:
+            with torch.inference_mode():
+                output = self.model(
+                    input_ids=torch.from_numpy(np.ascontiguousarray(tokens)),
+                    attention_mask=None if self._seen.all() else self._seen.long(),
+                    position_ids=torch.from_numpy(positions.astype(np.int64)),
+                    use_cache=True,
+                    logits_to_keep=0 if all_rows else 1,
+                    **{self._cache_name: self.cache},
+                )
+        finally:
+            self._begin(None, None)
+        logits = output.logits.float().numpy()
+        return logits.reshape(-1, logits.shape[-1]) if all_rows else logits[:, -1]
+
+    def _begin(self, server: ExpertServer | None, padded: np.ndarray | None) -> None:
+        """Tell the experts who serves the coming pass and which rows are padding."""
+
+    def crop(self, length: int) -> None:
+        """Keep the first ``length`` cached positions of every sequence and forget the rest (rejected drafts).
+
+        Only full attention, and sliding windows not yet full, can forget; others raise ``BackendError``.
+        """
+        if not 0 <= length <= self.length:
+            raise BackendError(f"cannot keep {length} of {self.length} cached positions")
+        for layer in self.cache.layers:
+            sliding = type(layer) is DynamicSlidingWindowLayer
+            if type(layer) is not DynamicLayer and not (sliding and self.length < layer.sliding_window):
+                raise BackendError(f"{type(self.model).__name__} cannot forget tokens: it has a {type(layer).__name__}")
+        if length < self.length:
+            self.cache.crop(length - self.length)
+            self._seen = self._seen[:, :length]
+
+    def kv_bytes(self) -> int:
+        """Bytes of all keys and values held."""
+        held = [t for layer in self.cache.layers if layer.is_initialized for t in (layer.keys, layer.values)]
+        return sum(t.nbytes for t in held)
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of all parameters and buffers that are held, tied ones once."""
+        held = {t.data_ptr(): t.nbytes for t in (*self.model.parameters(), *self.model.buffers()) if not t.is_meta}
+        return sum(held.values())
+
+    def observe_router_logits(self, callback: Callable[[int, torch.Tensor], None]) -> Callable[[], None]:
+        """Call ``callback(layer, logits [N, E])`` at every MoE layer of each pass; returns a function that stops it."""
+        handles = []
+        for layer, (name, experts) in enumerate(expert_modules(self.model).items()):
+            router = _router(self.model.get_submodule(name.rpartition(".")[0]), experts)
+
+            def hook(module: nn.Module, inputs: Any, output: Any, layer: int = layer) -> None:
+                callback(layer, output[0] if isinstance(output, tuple) else output)
+
+            handles.append(router.register_forward_hook(hook))
+        return lambda: [handle.remove() for handle in handles] and None
+
+    def probe_row_invariance(self) -> dict[str, Any]:
+        """Per kernel: whether 2 to 33 rows at once give the bits of one by one, and the largest difference."""
+        return probe_kernels(self.model)
+
+
+class TorchBackend(TransformersBackend):
+    """A model of which only the dense weights are loaded; experts come from the server, laid out as ``pack`` says.
+
+    ``numerics`` is ``row_invariant`` (every kernel is probed at start and must give the same bits in any batch) or ``free``.
+    """
+
+    def __init__(
+        self,
+        pack: Any,
+        dense_path: str | Path,
+        config: dict[str, Any],
+        attention: str = "eager",
+        dtype: str = "bfloat16",
+        threads: int = 1,
+        numerics: str = "row_invariant",
+    ) -> None:
+        for what, given, valid in (("attention", attention, ATTENTIONS), ("numerics", numerics, NUMERICS)):
+            if given not in valid:
+                raise BackendError(f"{what} {given!r} is not one of {', '.join(valid)}")
+        _check_layout(pack.manifest)
+        model = empty_model(config, dtype, attention)
+        load_dense(model, dense_path)
+        self._live = install(model, pack.manifest.tensors, float_type(dtype))
+        super().__init__(model, threads)
+        if numerics == "row_invariant":
+            require_row_invariance(self.probe_row_invariance())
+
+    def _begin(self, server: ExpertServer | None, padded: np.ndarray | None) -> None:
+        self._live.server, self._live.padded = server, padded
+
+
+class NativeTorchBackend(TransformersBackend):
+    """The unmodified transformers model with its own experts implementation, for reference quality; no server is asked."""
+
+    def __init__(self, folder: str | Path, attention: str = "eager", dtype: str = "bfloat16", threads: int = 1) -> None:
+        super().__init__(load_model(folder, dtype, attention), threads)
+
+
+def load_dense(model: PreTrainedModel, path: str | Path) -> None:
+    """Fill a model on the meta device with the dense weights; expert parameters stay on meta.
+
+    Raises ``BackendError`` naming tensors that are left without a value, or that the model does not have.
+    """
+    wanted = dict(model.state_dict())
+    state = {}
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - not a mapping
+            if name not in wanted:
+                raise BackendError(f"{path}: tensor {name} does not belong to {type(model).__name__}")
+            # a copy in memory of our own, so that dense weights never page in from the file during a run
+            state[name] = file.get_tensor(name).to(wanted[name].dtype, copy=True)
+    model.load_state_dict(state, strict=False, assign=True)
+    model.requires_grad_(False)
+    model.tie_weights()
+    _restore_buffers(model)
+    routed = expert_names(model)
+    left = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta and n not in routed]
+    if left:
+        raise BackendError(f"{path}: no values for {', '.join(left[:5])}")
+
+
+def _restore_buffers(model: PreTrainedModel) -> None:
+    """Compute the buffers that no file holds (rotary frequencies) with the model's own initialisation."""
+    for module in model.modules():
+        module._is_hf_initialized = not module._non_persistent_buffers_set
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            tensor._is_hf_initialized = True
+        for name in module._non_persistent_buffers_set:
+            if (buffer := module._buffers[name]) is not None:
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    model.initialize_weights()
+
+
+def _router(block: nn.Module, experts: nn.Module) -> nn.Module:
+    """The module beside ``experts`` that scores them: its weight has one row per expert."""
+    for module in block.modules():
+        weight = getattr(module, "weight", None)
+        if (
+            module is not experts
+            and weight is not None
+            and weight.dim() == 2
+            and weight.shape[0] == experts.num_experts
+        ):
+            return module
+    raise BackendError(f"{type(block).__name__} has no router whose weight has {experts.num_experts} rows")
+
+
+def _check_layout(manifest: Any) -> None:
+    if manifest.byte_layout != "torch_cpu" and not (manifest.byte_layout == "plain" and manifest.quant.kind == "none"):
+        raise BackendError(
+            f"the pack's byte layout is {manifest.byte_layout}; torch reads torch_cpu, or plain without quant"
+        )
+    here = torch.backends.cpu.get_cpu_capability()
+    if manifest.quant.kind == "int4" and manifest.isa != here:
+        raise BackendError(f"the pack's int4 bytes are for {manifest.isa}, this machine runs {here}: pack again here")

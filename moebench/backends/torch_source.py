@@ -1,0 +1,187 @@
+"""Where a pack's weights come from: a local transformers model, read expert by expert, and its exact sizes.
+
+Loads the whole model into memory once, to pack it. Knows transformers and canonical expert tensors; knows no
+quantisation and no byte layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from moebench.backends.torch_experts import BackendError, expert_modules, expert_parameters
+from moebench.geometry import Geometry
+from moebench.store.pack import file_hash
+
+FLOATS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def float_type(dtype: str) -> torch.dtype:
+    """The torch dtype of a model dtype by name; an error lists the valid ones."""
+    if dtype not in FLOATS:
+        raise BackendError(f"dtype {dtype!r} is not one of {', '.join(FLOATS)}")
+    return FLOATS[dtype]
+
+
+def load_model(folder: str | Path, dtype: str, attention: str = "eager") -> PreTrainedModel:
+    """Load a local model folder with transformers as it is, never from the network and never running its code."""
+    if not (Path(folder) / "config.json").is_file():
+        raise BackendError(f"no transformers model at {folder}: it has no config.json")
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=float_type(dtype),
+            attn_implementation=attention,
+            local_files_only=True,
+            trust_remote_code=False,
+        ).eval()
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise BackendError(f"cannot load the model at {folder}: {' '.join(str(error).split())[:300]}") from None
+
+
+def empty_model(config: Mapping[str, Any], dtype: str, attention: str = "eager") -> PreTrainedModel:
+    """The model of a configuration dict with every tensor on the meta device: shapes and no memory."""
+    kind = config.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        raise BackendError(f"model type {kind!r} is not one that this transformers version knows")
+    settings = {k: v for k, v in config.items() if k != "quantization_config"}  # packs hold the plain weights
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            CONFIG_MAPPING[kind].from_dict(settings),
+            dtype=float_type(dtype),
+            attn_implementation=attention,
+            trust_remote_code=False,
+        ).eval()
+
+
+def expert_names(model: nn.Module) -> set[str]:
+    """Full names of all parameters that belong to routed experts."""
+    return {f"{name}.{part}" for name, m in expert_modules(model).items() for part in expert_parameters(m)}
+
+
+class TransformersSource:
+    """An ``ExpertSource`` over a model folder, or over a model that is in memory already.
+
+    Canonical tensors per expert: ``gate_up_proj`` [2I, H] (rows as the family orders them) or ``up_proj`` [I, H],
+    ``down_proj`` [H, I], and their ``_bias`` vectors; families that store them transposed are turned.
+    """
+
+    def __init__(self, model: str | Path | PreTrainedModel, dtype: str = "bfloat16") -> None:
+        if isinstance(model, PreTrainedModel):
+            name, digest = type(model).__name__, _parameters_hash(model)
+            self._model = model.to(float_type(dtype))
+        else:
+            self._model = load_model(model, dtype)
+            name, digest = Path(model).resolve().name, _folder_hash(Path(model))
+        self._modules = list(expert_modules(self._model).values())
+        self.layers, self.experts = len(self._modules), self._modules[0].num_experts
+        config = self._model.config.to_dict()
+        config.pop("_name_or_path", None)
+        self.model = {"name": name, "config": config, "weights_hash": digest, "dtype": dtype}
+
+    def expert(self, layer: int, expert: int) -> dict[str, np.ndarray]:
+        """Canonical tensors of one expert, fp32 [out, in] or [out]."""
+        module, tensors = self._modules[layer], {}
+        for name, parameter in expert_parameters(module).items():
+            value = parameter.detach()[expert].float()
+            turned = value.T if module.is_transposed and value.dim() == 2 else value
+            tensors[name] = turned.contiguous().numpy()
+        return tensors
+
+    def write_dense(self, path: Path) -> int:
+        """Write all other parameters and persistent buffers, tied ones once; returns the file's bytes."""
+        routed = expert_names(self._model)
+        tensors, seen = {}, set()
+        for name, tensor in self._model.state_dict().items():
+            if name not in routed and tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                tensors[name] = tensor.detach().contiguous()
+        save_file(tensors, path)
+        return Path(path).stat().st_size
+
+    def geometry(self, quant: str = "int4", group: int = 64) -> Geometry:
+        """Sizes of this model, see ``geometry_of``."""
+        return geometry_of(self.model["config"], self.model["name"], quant, group)
+
+
+def geometry_of(config: Mapping[str, Any], name: str, quant: str = "int4", group: int = 64) -> Geometry:
+    """The geometry of an attention-only model, counted on the model itself (without memory for its weights).
+
+    ``kv_bytes_per_token`` is for a bf16 cache; layers with a sliding window count in full. Dense blocks of first layers
+    are inside ``other_parameters``.
+    """
+    model = empty_model(config, "bfloat16")
+    modules = expert_modules(model)
+    first = next(iter(modules.values()))
+    hidden, intermediate = first.down_proj.shape[1:] if not first.is_transposed else first.down_proj.shape[:0:-1]
+    routed = sum(p.numel() for m in modules.values() for p in expert_parameters(m).values())
+    shared = sum(p.numel() for n, p in model.named_parameters() if "shared_expert" in n and p.shape != (1, hidden))
+    shared_intermediate = shared // (3 * hidden * len(modules))
+    total = sum(p.numel() for p in model.parameters())
+    text = model.config.get_text_config()
+    attention = attention_modules(model)
+    if len(attention) != text.num_hidden_layers:
+        raise BackendError(
+            f"{name}: {len(attention)} of {text.num_hidden_layers} layers are attention; no geometry for others"
+        )
+    return Geometry(
+        name=name,
+        layers=len(modules),
+        experts=first.num_experts,
+        top_k=text.num_experts_per_tok,
+        hidden=hidden,
+        intermediate=intermediate,
+        other_parameters=total - routed - shared_intermediate * 3 * hidden * len(modules),
+        shared_experts=1 if shared_intermediate else 0,
+        shared_intermediate=shared_intermediate,
+        quant=quant,
+        group=group,
+        kv_bytes_per_token=2 * sum(map(cached_values, attention)),
+        vocabulary=text.vocab_size,
+        sources={"*": "counted on the transformers model"},
+    )
+
+
+def attention_modules(model: nn.Module) -> list[nn.Module]:
+    """The self-attention modules of a model, in layer order."""
+    return [m for m in model.modules() if hasattr(m, "num_key_value_groups") and hasattr(m, "scaling")]
+
+
+def cached_values(attention: nn.Module) -> int:
+    """Numbers that one attention module caches per token: keys and values, or the latent of a compressed cache."""
+    if hasattr(attention, "kv_lora_rank"):
+        return attention.kv_lora_rank + attention.qk_rope_head_dim
+    _, kv_heads, key, value = head_shape(attention)
+    return kv_heads * (key + value)
+
+
+def head_shape(attention: nn.Module) -> tuple[int, int, int, int]:
+    """(query heads, key-value heads, key size, value size) of one attention module."""
+    heads = attention.config.num_attention_heads
+    head = getattr(attention, "head_dim", None)
+    key, value = getattr(attention, "qk_head_dim", head), getattr(attention, "v_head_dim", head)
+    return heads, heads // attention.num_key_value_groups, key, value
+
+
+def _folder_hash(folder: Path) -> str:
+    digest = xxhash.xxh3_128()
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(f"{path.name}\0{file_hash(path)}\0".encode())
+    return digest.hexdigest()
+
+
+def _parameters_hash(model: nn.Module) -> str:
+    digest = xxhash.xxh3_128()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        digest.update(tensor.detach().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
