@@ -1,0 +1,227 @@
+"""Cache replay: hits, misses and victims of a policy over a trace, without any clock.
+
+One event is what one layer demands in one step, as in the decode loop: a decode row alone, or a chunk of prefill rows
+of one sequence. Keys of the event in progress are never victims. Runs the very policy objects that the loop runs. Knows
+keys and slots; knows no bytes and no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moebench.engine.step import ABSENT, DECODE
+from moebench.residency.policies import CAUSAL, POLICIES, PolicyError, make_policy
+from moebench.residency.tier import SCOPES
+from moebench.trace.format import Trace
+
+REFETCH_STEPS = 5
+
+
+@dataclass(frozen=True, eq=False)
+class Events:
+    """Demands of a trace in order: in step ``step[i]`` layer ``layer[i]`` asks for ``keys[i]`` (ascending)."""
+
+    keys: list[np.ndarray]  # int64 flat keys
+    layer: list[int]
+    step: list[int]
+    decode: list[bool]
+    layers: int
+    experts: int
+    top_k: int
+
+    @property
+    def largest(self) -> int:
+        """Most keys that one event asks for."""
+        return max(map(len, self.keys), default=0)
+
+
+def events(trace: Trace, chunk: int = 128) -> Events:
+    """Cut a trace into events: each decode row is a step, up to ``chunk`` prefill rows of one sequence are a step."""
+    if chunk < 1:
+        raise ValueError(f"chunk must be at least 1 token, got {chunk}")
+    decode = trace.phase == DECODE
+    rows = np.arange(trace.tokens)
+    run = np.ones(trace.tokens, bool)  # where a new sequence or phase starts
+    run[1:] = (trace.sequence[1:] != trace.sequence[:-1]) | (decode[1:] != decode[:-1])
+    since = rows - np.maximum.accumulate(np.where(run, rows, 0)) if trace.tokens else rows
+    step = np.cumsum(decode | (since % chunk == 0)) - 1
+    groups = step[:, None, None] * trace.layers + np.arange(trace.layers)[None, :, None]
+    demand = groups * trace.expert_count + trace.experts
+    demand = np.unique(demand[trace.experts != ABSENT])
+    group = demand // trace.expert_count
+    cuts = np.flatnonzero(np.diff(group)) + 1
+    keys = demand % (trace.layers * trace.expert_count)
+    heads = group[np.concatenate([[0], cuts])] if len(group) else group
+    steps = heads // trace.layers
+    decodes = np.zeros(int(step[-1]) + 1 if trace.tokens else 0, bool)
+    decodes[step] = decode
+    return Events(
+        keys=np.split(keys, cuts) if len(keys) else [],
+        layer=(heads % trace.layers).tolist(),
+        step=steps.tolist(),
+        decode=decodes[steps].tolist(),
+        layers=trace.layers,
+        experts=trace.expert_count,
+        top_k=trace.top_k,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class CacheResult:
+    """What a policy did: a request is one (step, layer, expert); ``refetches`` are misses within 5 steps of leaving."""
+
+    policy: str
+    scope: str
+    slots: int
+    requests: int
+    hits: int
+    misses: int
+    evictions: int
+    refetches: int
+    decode_requests: int
+    decode_hits: int
+    victims: list[list[int]] | None  # per event, worst first
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Hits per request over decode steps; None where the trace has none."""
+        return self.decode_hits / self.decode_requests if self.decode_requests else None
+
+
+def replay(
+    trace: Trace | Events,
+    policy: str,
+    slots: int,
+    scope: str = "shared",
+    *,
+    chunk: int = 128,
+    seed: int = 0,
+    victims: bool = False,
+    **options: Any,
+) -> CacheResult:
+    """Run ``policy`` with ``slots`` slots in all, starting empty; ``victims`` keeps the list of who left at each event.
+
+    ``per_layer`` gives each layer ``slots // layers``. A bypassing policy keeps up to ``slots`` experts and uses
+    temporary slots beyond them. An event larger than its slots runs in waves, what is resident first. Fewer slots than
+    one token's demand are an error that states the minimum.
+    """
+    todo = trace if isinstance(trace, Events) else events(trace, chunk)
+    if scope not in SCOPES:
+        raise ValueError(f"scope {scope!r} is not one of {', '.join(SCOPES)}")
+    pools = todo.layers if scope == "per_layer" else 1
+    room = slots // pools
+    if room < todo.top_k:
+        raise ValueError(
+            f"{slots} slots, {scope}: the smallest legal number is {todo.top_k * pools} (one token's demand)"
+        )
+    total = todo.layers * todo.experts
+    if policy in POLICIES and "future" in POLICIES[policy].OPTIONS:
+        options = {"future": todo.keys, **options}
+    chosen = make_policy(policy, total, room * pools, todo.layers, seed=seed, pools=pools, **options)
+    cache = _Cache(total, room, pools)
+    log: list[list[int]] = []
+    requests = hits = evictions = refetches = decode_requests = decode_hits = 0
+    left = np.full(total, -REFETCH_STEPS - 1, np.int64)  # step in which a key last left, or was not kept
+    for keys, layer, step, decode in zip(todo.keys, todo.layer, todo.step, todo.decode, strict=True):
+        ready = cache.resident[keys]
+        found = int(ready.sum())
+        chosen.access(keys, ready)
+        gone: list[int] = []
+        if found < len(keys):
+            missing = keys[~ready]
+            refetches += int((step - left[missing] <= REFETCH_STEPS).sum())
+            pool = layer if pools > 1 else 0
+            gone = (
+                cache.bypass(chosen, pool, keys, missing) if chosen.bypass else cache.admit(chosen, pool, keys, ready)
+            )
+            left[gone] = step
+        requests += len(keys)
+        hits += found
+        evictions += len(gone)
+        if decode:
+            decode_requests += len(keys)
+            decode_hits += found
+        if victims:
+            log.append(gone)
+    return CacheResult(
+        policy=policy,
+        scope=scope,
+        slots=room * pools,
+        requests=requests,
+        hits=hits,
+        misses=requests - hits,
+        evictions=evictions,
+        refetches=refetches,
+        decode_requests=decode_requests,
+        decode_hits=decode_hits,
+        victims=log if victims else None,
+    )
+
+
+class _Cache:
+    """Which keys are resident, in pools of ``room`` slots; keys of pool p are p's equal share of all keys."""
+
+    def __init__(self, keys: int, room: int, pools: int) -> None:
+        self.resident = np.zeros(keys, bool)
+        self.pool = self.resident.reshape(pools, -1)
+        self.held = [0] * pools
+        self.room = room
+
+    def _others(self, pool: int, wave: np.ndarray) -> np.ndarray:
+        """Resident keys of a pool that the wave does not need, ascending."""
+        inside = self.resident[wave]
+        self.resident[wave] = False
+        others = np.flatnonzero(self.pool[pool])
+        self.resident[wave] = inside
+        return others + pool * self.pool.shape[1] if pool else others
+
+    def admit(self, policy, pool: int, keys: np.ndarray, ready: np.ndarray) -> list[int]:
+        """Bring in what is missing, in waves if the event exceeds the slots; returns who had to leave."""
+        waves: list[tuple[np.ndarray, np.ndarray]] = [(keys, keys[~ready])]
+        if len(keys) > self.room:
+            missing = waves[0][1]
+            parts = [missing[i : i + self.room] for i in range(0, len(missing), self.room)]
+            waves = [(part, part) for part in parts]
+        gone: list[int] = []
+        for wave, missing in waves:
+            short = self.held[pool] + len(missing) - self.room
+            if short > 0:
+                out = policy.victims(self._others(pool, wave), short)
+                self.resident[out] = False
+                gone += out.tolist()
+            self.resident[missing] = True
+            self.held[pool] += len(missing) - max(short, 0)
+        return gone
+
+    def bypass(self, policy, pool: int, keys: np.ndarray, missing: np.ndarray) -> list[int]:
+        """Keep the best of what is held and what is missing; returns who left, or was not kept."""
+        short = self.held[pool] + len(missing) - self.room
+        self.resident[missing] = True
+        self.held[pool] += len(missing)
+        if short <= 0:
+            return []
+        out = policy.victims(np.concatenate([self._others(pool, keys), missing]), short)
+        self.resident[out] = False
+        self.held[pool] -= short
+        return out.tolist()
+
+
+def hit_rates(
+    trace: Trace,
+    fractions: Sequence[float] = (0.125, 0.25, 0.375, 0.5),
+    scope: str = "per_layer",
+    *,
+    policies: Sequence[str] = (*CAUSAL, "belady", "belady_bypass"),
+    chunk: int = 128,
+) -> dict[str, dict[str, float | None]]:
+    """Decode hit rate by policy and by share of all experts that has a slot, at least one token's demand per pool."""
+    if unknown := [name for name in policies if name not in POLICIES]:
+        raise PolicyError(f"policy {unknown[0]!r} is not one of {', '.join(POLICIES)}")
+    todo = events(trace, chunk)
+    least = trace.top_k * (trace.layers if scope == "per_layer" else 1)
+    slots = {f: max(least, round(f * trace.layers * trace.expert_count)) for f in fractions}
+    return {name: {f"{f:g}": replay(todo, name, slots[f], scope).hit_rate for f in fractions} for name in policies}
