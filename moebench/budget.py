@@ -14,7 +14,9 @@ def parse_bytes(text: str, what: str = "size") -> int:
     """Bytes of ``3GiB``, ``512 MiB`` or ``4096B``; a number without a unit is an error."""
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]+)\s*", str(text))
     if not match or match[2].lower() not in UNITS:
-        raise UsageError(f"{what} {text!r} is not a size; write a number and a unit of B, KiB, MiB, GiB, MB, GB, such as 3GiB")
+        raise UsageError(
+            f"{what} {text!r} is not a size; write a number and a unit of B, KiB, MiB, GiB, MB, GB, such as 3GiB"
+        )
     nbytes = int(float(match[1]) * UNITS[match[2].lower()])
     if nbytes < 1:
         raise UsageError(f"{what} {text!r} must be larger than zero")
@@ -28,5 +30,7 @@ def parse_budget(text: str, routed_bytes: int) -> int:
     except ValueError:
         return parse_bytes(text, "budget")
     if not 0.0 < fraction <= 1.0:
-        raise UsageError(f"budget {text!r} is a fraction of the routed experts' bytes: above 0, at most 1, or a size such as 3GiB")
+        raise UsageError(
+            f"budget {text!r} is a fraction of the routed experts' bytes: above 0, at most 1, or a size such as 3GiB"
+        )
     return int(fraction * routed_bytes)

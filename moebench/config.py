@@ -1,4 +1,4 @@
-"""The options of one cell: which system, on which machine, with which model and workload. Knows no files and no clocks."""
+"""The options of one cell: which system, machine, model and workload. Knows no files and no clocks."""
 
 from __future__ import annotations
 
@@ -33,25 +33,33 @@ class WorkloadConfig:
         if self.kind == "trace" and not self.path:
             raise UsageError("workload kind=trace needs workload.path=FOLDER, a trace written by 'moebench trace'")
         if self.kind == "synthetic" and self.path:
-            raise UsageError("workload.path has no effect with kind=synthetic; choose workload=trace or workload=prompts")
+            raise UsageError(
+                "workload.path has no effect with kind=synthetic; choose workload=trace or workload=prompts"
+            )
 
 
 @dataclass(frozen=True)
 class RunConfig:
     """One cell, fully resolved. ``knobs`` is an instance of the system's own config dataclass."""
 
-    system: str = option("cached", "system to run")
-    knobs: Any = option(None, "the system's own options, written system.NAME=VALUE")
-    hw: str = option("m4pro", "hardware profile; host is this machine, written by 'moebench calibrate'")
-    model: str = option("auto", "auto (tinymoe live and the profile's reference geometry), tinymoe, a geometry, or a folder")
+    system: str = field(metadata={"help": "system to run; its own options are system.NAME=VALUE"})
+    hw: str = field(metadata={"help": "hardware profile; host is this machine, written by 'moebench calibrate'"})
+    knobs: Any = None
+    model: str = option(
+        "auto", "auto (tinymoe live and the profile's reference geometry), tinymoe, a geometry, or a folder"
+    )
     workload: WorkloadConfig = field(default_factory=WorkloadConfig, metadata={"help": "what is asked of the model"})
     budget: str = option("0.15", "bytes for expert weights: a fraction of the routed experts, or a size such as 3GiB")
     memory: str | None = option(None, "cap on all memory that the run books, such as 6GiB")
     quant: Literal["int4", "int8", "none"] = option("int4", "stored precision of expert weights")
     layout: Literal["packed", "checkpoint", "ordered"] = option("packed", "order of experts in the pack")
     engine: str = option("auto", "read engine; auto takes the system's own, else the profile's")
-    numerics: Literal["row_invariant", "fast"] = option("row_invariant", "kernels whose rows do not depend on their neighbours")
-    mode: Literal["auto", "measure", "model"] = option("auto", "clock: auto measures on a matching machine, models elsewhere")
+    numerics: Literal["row_invariant", "fast"] = option(
+        "row_invariant", "kernels whose rows do not depend on their neighbours"
+    )
+    mode: Literal["auto", "measure", "model"] = option(
+        "auto", "clock: auto measures on a matching machine, models elsewhere"
+    )
     scope: Literal["shared", "per_layer"] = option("shared", "whether all layers share the cache slots")
     quality: Literal["none", "quick", "local"] = option("none", "quality suite to run beside speed")
     repeats: int = option(1, "times the whole workload is measured")
@@ -68,7 +76,8 @@ class RunConfig:
             parse_bytes(self.memory, "memory")
         if self.warmup_tokens > self.workload.new_tokens - 2 and self.workload.kind != "trace":
             raise UsageError(
-                f"warmup_tokens={self.warmup_tokens} leaves nothing to measure of workload.new_tokens={self.workload.new_tokens}"
+                f"warmup_tokens={self.warmup_tokens} leaves nothing to measure of"
+                f" workload.new_tokens={self.workload.new_tokens}"
             )
 
     def resolved(self) -> dict[str, Any]:

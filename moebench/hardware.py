@@ -1,7 +1,7 @@
 """A declared machine: memory, storage, links and compute, every number with its unit and its source.
 
-Loads ``hardware_profiles/*.yaml``, the user's own files and what ``moebench calibrate`` wrote. Knows no time and no experts:
-the virtual timeline turns these numbers into seconds.
+Loads ``hardware_profiles/*.yaml``, the user's own files and what ``moebench calibrate`` wrote. Knows no time and no
+experts: the virtual timeline turns these numbers into seconds.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class ReadCurve:
 
 @dataclass(frozen=True)
 class Stack:
-    """What a software stack adds on this machine: milliseconds per expert load, per step, microseconds per read-back."""
+    """What a software stack adds on this machine: per expert load, per step and per read-back by the host."""
 
     name: str
     per_load_ms: float
@@ -144,7 +144,9 @@ class HardwareProfile:
         """Whether ``machine`` is the one that this profile declares; a profile without a rule matches nothing."""
         rule = self.match
         low, high = rule.get("ram_gib", (0, math.inf))
-        named = [re.search(rule[part], getattr(machine, part), re.IGNORECASE) for part in ("cpu", "gpu") if part in rule]
+        named = [
+            re.search(rule[part], getattr(machine, part), re.IGNORECASE) for part in ("cpu", "gpu") if part in rule
+        ]
         return bool(named) and all(named) and low <= machine.ram_gib <= high
 
 
@@ -180,19 +182,30 @@ def from_dict(data: Any, where: str) -> HardwareProfile:
     for section in SECTIONS:
         known = [name.split(".")[1] for name in NUMBERS if name.startswith(section + ".")]
         if extra := set(data[section]) - set(known):
-            raise HardwareError(f"{where}: unknown {section} number {', '.join(sorted(extra))}; valid: {', '.join(known)}")
+            raise HardwareError(
+                f"{where}: unknown {section} number {', '.join(sorted(extra))}; valid: {', '.join(known)}"
+            )
     stacks = {name: _stack(name, body, where) for name, body in data["stacks"].items()}
     if data["stack"] not in stacks:
         raise HardwareError(f"{where}: stack {data['stack']!r} is not one of {', '.join(sorted(stacks))}")
     named = {key: str(data[key]) for key in ("id", "title", "model", "engine", "stack")}
     curve = _curve(data["read_curve"], where)
     rule = data["match"] or {}
-    return HardwareProfile(**named, unified=data["unified"], match=rule, quantities=quantities, read_curve=curve, stacks=stacks)
+    return HardwareProfile(
+        **named, unified=data["unified"], match=rule, quantities=quantities, read_curve=curve, stacks=stacks
+    )
 
 
 def _quantity(entry: Any, unit: str, where: str) -> Quantity:
-    if not isinstance(entry, dict) or not {"value", "unit", "source"} <= set(entry) <= {"value", "unit", "source", "machine"}:
-        raise HardwareError(f"{where} must be {{value, unit, source}} (and machine, where it was taken on another), got {entry!r}")
+    if not isinstance(entry, dict) or not {"value", "unit", "source"} <= set(entry) <= {
+        "value",
+        "unit",
+        "source",
+        "machine",
+    }:
+        raise HardwareError(
+            f"{where} must be {{value, unit, source}} (and machine, where it was taken on another), got {entry!r}"
+        )
     if entry["unit"] != unit:
         raise HardwareError(f"{where} must be in {unit}, got {entry['unit']!r}")
     value = entry["value"]
@@ -205,7 +218,9 @@ def _quantity(entry: Any, unit: str, where: str) -> Quantity:
 def _source(source: Any, where: str) -> tuple[str, str]:
     kind, _, text = str(source).partition(":")
     if kind not in SOURCES or not text.strip():
-        raise HardwareError(f"{where}: source must read KIND: TEXT with KIND one of {', '.join(SOURCES)}, got {source!r}")
+        raise HardwareError(
+            f"{where}: source must read KIND: TEXT with KIND one of {', '.join(SOURCES)}, got {source!r}"
+        )
     return kind, " ".join(text.split())
 
 

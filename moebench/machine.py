@@ -1,4 +1,4 @@
-"""What this machine says of itself: processor, graphics card, memory and software versions; no names, no serial numbers."""
+"""What this machine says of itself: processor, card, memory and versions; no names, no serial numbers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def _commit() -> str | None:
     head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     if head.returncode:
         return None
-    dirty = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False).stdout.strip()
+    dirty = subprocess.run(
+        [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False
+    ).stdout.strip()
     return head.stdout.strip() + ("+" if dirty else "")
 
 

@@ -1,7 +1,7 @@
 """The registry: everything that can be named on the command line, filled through the registry hooks alone.
 
-The systems that ship with moebench register through the same hooks as a package that someone else installed. A plugin that
-cannot be loaded costs one warning line and leaves nothing behind. Knows no system by its id.
+The systems that ship with moebench register through the same hooks as a package that someone else installed. A plugin
+that cannot be loaded costs one warning line and leaves nothing behind. Knows no system by its id.
 """
 
 from __future__ import annotations
@@ -133,7 +133,10 @@ def _entry_points() -> list[importlib.metadata.EntryPoint]:
     names = [name.strip() for name in wanted.split(",") if name.strip()]
     for name in names:
         if name not in {entry.name for entry in found}:
-            _warn(f"MOEBENCH_PLUGINS names {name!r}, which is not installed; installed: {', '.join(e.name for e in found) or 'none'}")
+            _warn(
+                f"MOEBENCH_PLUGINS names {name!r}, which is not installed;"
+                f" installed: {', '.join(e.name for e in found) or 'none'}"
+            )
     return [entry for entry in found if entry.name in names]
 
 

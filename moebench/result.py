@@ -1,7 +1,7 @@
 """One row = one cell = one result file: the schema, its validation, and how it is written, read and put on stdout.
 
-A row says where each number comes from and never holds a zero for something that was not measured. Outside the ``volatile``
-block two runs of one deterministic cell give the same bytes. Knows no metric's formula and no file but its own.
+A row says where each number comes from and never holds a zero for something that was not measured. Outside the
+``volatile`` block two runs of one deterministic cell give the same bytes. Knows no metric's formula and no file but its own.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ResultError(MoebenchError, ValueError):
 
 @dataclass(frozen=True)
 class Metric:
-    """One number. ``value`` None needs a ``reason``; a value needs a ``provenance``, and a published one its ``source``.
+    """One number. ``value`` None needs a ``reason``; a value needs a ``provenance``, a published one its ``source``.
 
     ``n`` counts the samples behind the value, ``ci`` is its 95 % interval, ``samples`` stay in the file only.
     """
@@ -97,8 +97,8 @@ def metric(name: str, value: float | None, provenance: str | None, n: int = 1, r
 class Row:
     """One cell and what became of it.
 
-    ``assumptions`` lists every assumed or transferred input in words. ``volatile`` (timestamp, durations) is the only block
-    that may differ between two runs of a deterministic cell.
+    ``assumptions`` lists every assumed or transferred input in words. ``volatile`` (timestamp, durations) is the only
+    block that may differ between two runs of a deterministic cell.
     """
 
     system: str
@@ -152,7 +152,9 @@ def from_json(text: str, where: str = "result") -> Row:
     if not isinstance(data, dict) or not isinstance(data.get("schema"), int):
         raise ResultError(f"{where} is not a result file: it has no schema version")
     if data["schema"] > SCHEMA:
-        raise ResultError(f"{where} has schema {data['schema']}, newer than this moebench reads ({SCHEMA}); upgrade moebench")
+        raise ResultError(
+            f"{where} has schema {data['schema']}, newer than this moebench reads ({SCHEMA}); upgrade moebench"
+        )
     claimed = data.pop("id", None)
     try:
         metrics = {name: Metric(**entry) for name, entry in data.pop("metrics").items()}
@@ -165,7 +167,7 @@ def from_json(text: str, where: str = "result") -> Row:
 
 
 def write(row: Row, folder: str | Path) -> Path:
-    """Write one row under ``folder`` as ``<hw>/<system>__<model>__<workload>/<id>-<n>.json``; never touches an older file.
+    """Write one row as ``<hw>/<system>__<model>__<workload>/<id>-<n>.json``; never touches an older file.
 
     The file appears whole or not at all; ``n`` counts runs of the same content.
     """

@@ -44,7 +44,8 @@ class SystemSpec:
     ``config`` is a frozen dataclass type with a default for every field; ``make(config, run)`` builds the plugin object;
     ``fidelity(config)`` is ``exact`` (native routing is executed), ``advisory`` (native, predictions only prefetch) or
     ``altered`` (other experts run). ``timing_dependent``: decisions depend on when reads finish. ``needs`` names artefacts
-    or trace channels; ``oracle`` marks bounds that know the future; ``engine`` is the read engine used when none is asked for.
+    or trace channels; ``baseline`` puts the system into every comparison, and so does ``oracle``, a bound that no real system
+    reaches; ``engine`` is the read engine used when none is asked for.
     ``sizing`` says how many cache slots it gets: what the ``budget`` holds, the ``minimal`` one layer of one token needs, or
     ``full``, all experts, loaded before the first request.
     """
@@ -58,6 +59,7 @@ class SystemSpec:
     fidelity: Callable[[Any], str] = field(default=lambda config: "exact")
     timing_dependent: bool = False
     needs: tuple[str, ...] = ()
+    baseline: bool = False
     oracle: bool = False
     engine: str | None = None
     sizing: str = "budget"

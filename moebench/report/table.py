@@ -1,7 +1,7 @@
 """The table for people: rows of results with a mark on every number that says where it comes from.
 
-One line per row where the terminal is wide enough; otherwise metrics become lines and rows columns. What is the same for
-all rows stands above the table once. Knows rows, no files.
+One line per row where the terminal is wide enough; otherwise metrics become lines and rows columns. What is the same
+for all rows stands above the table once. Knows rows, no files.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ def _wide(rows: Sequence[Row], labels: Sequence[str], names: Sequence[str]) -> T
     for label in labels:
         table.add_column(Text(label), no_wrap=True)
     for name in names:
-        table.add_column(Text(HEADINGS[name].replace(" ", "\n").replace("/token", "/\ntoken")), justify="right", no_wrap=True)
+        table.add_column(
+            Text(HEADINGS[name].replace(" ", "\n").replace("/token", "/\ntoken")), justify="right", no_wrap=True
+        )
     for row in rows:
         table.add_row(*(Text(_label(row, label)) for label in labels), *(Text(cell(row, name)) for name in names))
     return table
@@ -124,7 +126,7 @@ def _chunks(rows: Sequence[Row], labels: Sequence[str], names: Sequence[str], wi
 
 
 def _notes(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
-    """Reasons of missing values (each once, with the metrics and systems it holds for), sources, failures, assumptions."""
+    """Reasons of missing values (each once, with where it holds), sources, failures and assumptions."""
     missing: dict[str, dict[str, list[str]]] = {}
     sources: dict[str, None] = {}
     for row in rows:

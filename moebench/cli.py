@@ -1,0 +1,78 @@
+"""The dispatcher: picks one command module, runs it, and turns what goes wrong into one line and an exit code."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from collections.abc import Sequence
+
+from moebench.errors import UsageError, unknown
+from moebench.geometry import GeometryError
+
+COMMANDS = {
+    "run": "run one system on one machine with one workload; -m sweeps",
+    "compare": "run several systems beside a floor, baselines and an oracle",
+    "list": "systems, hardware, models and engines that can be named",
+    "doctor": "what this machine can measure, and what is missing",
+    "pack": "turn a model folder into an expert pack",
+    "calibrate": "measure this machine into hw=host",
+    "trace": "import, record, synthesize and describe routing traces",
+}
+
+
+def usage() -> str:
+    """The text of ``moebench --help``."""
+    lines = [
+        "usage: moebench COMMAND [KEY=VALUE ...]",
+        "",
+        *(f"  {name:<10} {text}" for name, text in COMMANDS.items()),
+    ]
+    return "\n".join(
+        [*lines, "", "moebench COMMAND --help shows a command's options; debug=true shows tracebacks.", ""]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns 0 for done, 1 for a failed run, 2 for wrong use."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = "debug=true" in words
+    try:
+        return _dispatch(words)
+    except KeyboardInterrupt:
+        return _fail("stopped by Ctrl-C", 1)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output is gone: nobody is left to tell
+        return 1
+    except (UsageError, GeometryError) as error:
+        if debug:
+            traceback.print_exc()
+        return _fail(str(error), 2)
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        return _fail(str(error) or type(error).__name__, 1)
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        print(usage(), end="")
+        return 0 if words else 2
+    if words[0] == "--version":
+        from moebench import __version__
+
+        print(f"moebench {__version__}")
+        return 0
+    if words[0] not in COMMANDS:
+        raise unknown("command", words[0], COMMANDS)
+    module = importlib.import_module(f"moebench.commands.{words[0]}")
+    return int(module.main(words[1:]))
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"moebench: error: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""``moebench compare systems=a,b``: the same cell for several systems, beside baselines and oracles."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from moebench.commands import compose
+from moebench.commands.run import finish, run_cell
+from moebench.commands.words import describe, parse
+from moebench.config import RunConfig, option
+from moebench.errors import UsageError
+from moebench.plugins import Registry, load_plugins
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """Which systems stand in the table; every other word is an option of ``moebench run``."""
+
+    systems: tuple[str, ...] = option((), "systems to compare; a system's own options are written ID.NAME=VALUE")
+    baselines: bool = option(True, "add the floor, the baselines and the oracles")
+
+
+def main(words: Sequence[str]) -> int:
+    """Run all cells one after another and print one table."""
+    own = [word for word in words if word.partition("=")[0] in ("systems", "baselines", "-h", "--help")]
+    if any(word in ("-h", "--help") for word in words):
+        print(describe(CompareOptions, "compare") + describe(RunConfig, "run", defaults=compose.defaults()), end="")
+        return 0
+    options = parse(own, CompareOptions, "compare")
+    assert options is not None  # help was handled above
+    registry = load_plugins()
+    compose.register_groups(registry)
+    configs = plan(options, [word for word in words if word not in own], registry)
+    console, rows = Console(stderr=True), []
+    for number, config in enumerate(configs, 1):
+        with console.status(f"{config.system} ({number} of {len(configs)})"):
+            rows += run_cell(config)
+    return finish(rows)
+
+
+def plan(options: CompareOptions, words: Sequence[str], registry: Registry) -> list[RunConfig]:
+    """One configuration per system, baselines first; two that resolve to the same one are refused."""
+    chosen = list(dict.fromkeys(options.systems))
+    for name in chosen:
+        registry.system(name)
+    if options.baselines:
+        standing = [name for name, spec in registry.systems.items() if spec.baseline or spec.oracle]
+        chosen = [name for name in standing if name not in chosen] + chosen
+    if not chosen:
+        raise UsageError(f"compare needs systems=a,b; valid: {', '.join(sorted(registry.systems))}")
+    if any(word.partition("=")[0] == "system" for word in words):
+        raise UsageError("compare takes systems=a,b instead of system=a")
+    common, knobs = [], {}
+    for word in words:
+        head, dot, tail = word.partition("=")[0].partition(".")
+        if dot and head in registry.systems:
+            if head not in chosen:
+                raise UsageError(f"{word}: {head} is not compared; compared are {', '.join(chosen)}")
+            knobs.setdefault(head, []).append(f"system.{tail}={word.partition('=')[2]}")
+        else:
+            common.append(word)
+    configs = []
+    for name in chosen:
+        (job,) = compose.jobs([f"system={name}", *common, *knobs.get(name, [])], registry, sweep=False)
+        configs.append(compose.resolve(job, registry))
+    texts = [json.dumps(config.resolved(), sort_keys=True) for config in configs]
+    if len(set(texts)) < len(texts):
+        raise UsageError("two arms of the comparison resolve to the same configuration")
+    return configs
