@@ -66,8 +66,7 @@ def body_of(manifest: PackManifest) -> dict:
 def refused_or_sound(text: str) -> None:
     try:
         manifest = PackManifest.from_json(text)
-    except StoreError as error:
-        assert "\n" not in str(error)
+    except StoreError:
         return
     manifest.to_json()
     for key in range(manifest.layers * manifest.experts):

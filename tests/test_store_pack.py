@@ -1,4 +1,4 @@
-"""A pack holds exactly its source's weights in every disk layout; it is complete or clearly not, and never overwritten."""
+"""A pack holds exactly its source's weights in every disk layout, is complete or clearly not, and is never overwritten."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_missing_and_foreign_packs_are_refused(tmp_path):
         Pack.open(tmp_path)
     pack = make(tmp_path / "p")
     pack.dense_path.unlink()
-    with pytest.raises(StoreError, match="dense.safetensors is missing"):
+    with pytest.raises(StoreError, match=r"dense\.safetensors is missing"):
         Pack.open(pack.path)
     (pack.path / "manifest.json").write_bytes(b"\xff\xfe")
     with pytest.raises(StoreError, match="not a text file"):
@@ -211,7 +211,7 @@ def test_a_disk_that_fills_up_says_what_is_needed_and_resumes(tmp_path, monkeypa
 def test_a_disk_without_room_is_noticed_before_the_first_expert_is_written(tmp_path, monkeypatch):
     usage = partial_module.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(partial_module.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(StoreError, match="147456 bytes .* are needed and 1000 are free"):
+    with pytest.raises(StoreError, match=r"147456 bytes .* are needed and 1000 are free"):
         make(tmp_path / "p")
 
 
