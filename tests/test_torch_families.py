@@ -1,4 +1,4 @@
-"""One experts function computes what transformers computes, for six families; each law chooses as the family's router."""
+"""One experts function computes what transformers computes, for six families; the laws choose as the routers do."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_expert_parameters_stay_on_meta_and_all_else_is_loaded(family):
 def test_the_law_chooses_what_the_router_chose(family):
     name, _, backend, server = family
     law, seen, native = law_of_config(backend.model.config.to_dict()), {}, {}
-    server.routing = lambda layer, routing: native.setdefault(layer, routing)
+    server.routing = native.setdefault
     stop = backend.observe_router_logits(lambda layer, logits: seen.setdefault(layer, logits.float().numpy()))
     backend.reset(2)
     run(backend, server, TOKENS)

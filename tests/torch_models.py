@@ -1,4 +1,4 @@
-"""Tiny random models of six families, packs of them, and a server without any policy, for the tests of the torch backend."""
+"""Tiny random models of six families, packs of them and a server without a policy, for tests of the torch backend."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def make_pack(folder, model, quant=None, dtype="float32"):
 def make_backend(pack, **options):
     """A backend over ``pack`` that takes any numerics unless told."""
     config = pack.manifest.model["config"]
-    return TorchBackend(pack, pack.dense_path, config, **{"dtype": "float32", "numerics": "free", **options})
+    return TorchBackend(pack, pack.dense_path, config, **{"dtype": "float32", "numerics": "fast", **options})
 
 
 class DictServer:
@@ -132,7 +132,7 @@ def step_of(valid, past=None, phase=DECODE, index=0):
     return Step(index, phase, sequence.astype(np.int32), position.reshape(-1).astype(np.int32), valid.reshape(-1))
 
 
-def run(backend, server, tokens, valid=None, past=None, all_rows=False):
+def run(backend, server, tokens, *, valid=None, past=None, all_rows=False):
     """One forward pass of tokens [B, W] through ``server``."""
     tokens = np.asarray(tokens)
     step = step_of(np.ones(tokens.shape, bool) if valid is None else valid, past)

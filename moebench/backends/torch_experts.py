@@ -2,7 +2,7 @@
 
 It asks the server for each layer's experts, runs every expert on its rows straight from the bytes it is given, and sums
 the results in router order, so that the order of arrival never shows. Knows tensors and kernels; knows no disk and no
-policy. In a float32 model unquantised experts compute in float32, quantised ones in bf16: their kernels take nothing else.
+policy. In a float32 model unquantised experts compute in float32, quantised ones in bf16, as their kernels demand.
 """
 
 from __future__ import annotations

@@ -18,13 +18,13 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from moebench.backends.base import Backend, ExpertServer
-from moebench.backends.probe import probe_kernels, require_row_invariance
+from moebench.backends.probe import plain_kernels, probe_kernels, require_row_invariance
 from moebench.backends.torch_experts import BackendError, expert_modules, install
 from moebench.backends.torch_source import empty_model, expert_names, float_type, load_model
 from moebench.engine.step import Step
 
 ATTENTIONS = ("eager", "sdpa")
-NUMERICS = ("row_invariant", "free")
+NUMERICS = ("row_invariant", "fast")
 
 
 class TransformersBackend(Backend):
@@ -33,9 +33,9 @@ class TransformersBackend(Backend):
     A pass that raises leaves the cache undefined: ``reset`` before the next one.
     """
 
-    def __init__(self, model: PreTrainedModel, threads: int) -> None:
+    def __init__(self, model: PreTrainedModel, threads: int, numerics: str) -> None:
         torch.set_num_threads(threads)
-        self.model = model
+        self.model, self.numerics = model, numerics
         # transformers renamed the argument on the way to version 6
         self._cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         self.reset(1)
@@ -53,7 +53,7 @@ class TransformersBackend(Backend):
     def forward(
         self, step: Step, tokens: np.ndarray, server: ExpertServer | None, all_rows: bool = False
     ) -> np.ndarray:
-        """Run one step of ``tokens`` int64 [B, W]; fp32 logits [B, V] of the last rows, or [B*W, V] with ``all_rows``."""
+        """Run one step of ``tokens`` int64 [B, W]; fp32 logits [B, V] of the last rows, [B*W, V] with ``all_rows``."""
         if tokens.shape[0] != self.batch or tokens.size != step.rows:
             raise BackendError(f"tokens {tokens.shape} do not fit {step.rows} rows of {self.batch} sequences")
         full = bool(step.valid.all())
@@ -65,7 +65,7 @@ class TransformersBackend(Backend):
         positions = np.maximum(step.position, 0).reshape(tokens.shape)
         self._begin(server, None if full else ~step.valid)
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), plain_kernels(self.numerics == "row_invariant"):
                 output = self.model(
                     input_ids=torch.from_numpy(np.ascontiguousarray(tokens)),
                     attention_mask=None if self._seen.all() else self._seen.long(),
@@ -122,13 +122,15 @@ class TransformersBackend(Backend):
 
     def probe_row_invariance(self) -> dict[str, Any]:
         """Per kernel: whether 2 to 33 rows at once give the bits of one by one, and the largest difference."""
-        return probe_kernels(self.model)
+        with plain_kernels(self.numerics == "row_invariant"):
+            return probe_kernels(self.model)
 
 
 class TorchBackend(TransformersBackend):
     """A model of which only the dense weights are loaded; experts come from the server, laid out as ``pack`` says.
 
-    ``numerics`` is ``row_invariant`` (every kernel is probed at start and must give the same bits in any batch) or ``free``.
+    ``numerics`` is ``row_invariant`` (torch's plain kernels, each probed at start: it must give the same bits for any
+    number of rows) or ``fast`` (whatever kernels are quickest here).
     """
 
     def __init__(
@@ -136,6 +138,7 @@ class TorchBackend(TransformersBackend):
         pack: Any,
         dense_path: str | Path,
         config: dict[str, Any],
+        *,
         attention: str = "eager",
         dtype: str = "bfloat16",
         threads: int = 1,
@@ -148,7 +151,7 @@ class TorchBackend(TransformersBackend):
         model = empty_model(config, dtype, attention)
         load_dense(model, dense_path)
         self._live = install(model, pack.manifest.tensors, float_type(dtype))
-        super().__init__(model, threads)
+        super().__init__(model, threads, numerics)
         if numerics == "row_invariant":
             require_row_invariance(self.probe_row_invariance())
 
@@ -157,10 +160,10 @@ class TorchBackend(TransformersBackend):
 
 
 class NativeTorchBackend(TransformersBackend):
-    """The unmodified transformers model with its own experts implementation, for reference quality; no server is asked."""
+    """The unmodified transformers model with its own experts, for reference quality; no server is asked."""
 
     def __init__(self, folder: str | Path, attention: str = "eager", dtype: str = "bfloat16", threads: int = 1) -> None:
-        super().__init__(load_model(folder, dtype, attention), threads)
+        super().__init__(load_model(folder, dtype, attention), threads, "fast")
 
 
 def load_dense(model: PreTrainedModel, path: str | Path) -> None:

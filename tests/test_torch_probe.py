@@ -1,0 +1,58 @@
+"""The probe covers every kernel, tells row-invariant ones from others; a run that needs them all is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch_models import make_backend, make_pack, native_model
+
+from moebench.backends import probe
+from moebench.backends.torch_experts import BackendError, expert_modules
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory):
+    return make_pack(tmp_path_factory.mktemp("p"), native_model("qwen3_moe"), dtype="bfloat16")
+
+
+def test_every_kind_of_kernel_is_reported(pack):
+    report = make_backend(pack, dtype="bfloat16").probe_row_invariance()
+    kinds = (
+        "Linear 96x64",
+        "TopKRouter 8x64",
+        "RMSNorm 64",
+        "expert gate_up",
+        "expert down",
+        "expert gate",
+        "weighted sum",
+    )
+    for kind in (*kinds, "eager attention"):
+        assert any(kind in name for name in report), kind
+    for entry in report.values():
+        assert entry["equal"] == (entry["max_abs_diff"] == 0) == (entry["first_unequal_rows"] is None)
+
+
+def depends_on_batch(x, w, s):
+    return torch.nn.functional.linear(x, w) * (1 + 2.0**-6 * (len(x) == 3))
+
+
+def test_a_kernel_that_depends_on_the_batch_is_named(pack):
+    backend = make_backend(pack, dtype="bfloat16", numerics="row_invariant")
+    next(iter(expert_modules(backend.model).values())).moebench.down = depends_on_batch
+    report = backend.probe_row_invariance()
+    unequal = {name: entry for name, entry in report.items() if not entry["equal"]}
+    assert list(unequal) == ["expert down_proj 64x32 BF16"]
+    assert unequal["expert down_proj 64x32 BF16"]["first_unequal_rows"] == 3
+    assert unequal["expert down_proj 64x32 BF16"]["max_abs_diff"] > 0
+    with pytest.raises(BackendError, match=r"row_invariant: here kernel expert down_proj 64x32 BF16 .* for 3 rows"):
+        probe.require_row_invariance(report)
+
+
+def test_row_invariant_numerics_refuses_at_start(pack, monkeypatch):
+    bad = {"sdpa attention": {"equal": False, "max_abs_diff": 0.5, "first_unequal_rows": 4}}
+    monkeypatch.setattr("moebench.backends.torch_model.probe_kernels", lambda model: bad)
+    make_backend(pack, dtype="bfloat16", numerics="fast")
+    with pytest.raises(BackendError, match="kernel sdpa attention gives other bits for 4 rows"):
+        make_backend(pack, dtype="bfloat16", numerics="row_invariant")
+    with pytest.raises(BackendError, match="'loose' is not one of row_invariant, fast"):
+        make_backend(pack, numerics="loose")
