@@ -27,13 +27,16 @@ class Experts:
     """Serves the experts of each layer to whoever computes: a live backend, or the replay driver.
 
     ``tiers`` is one tier, or (device, host): then every read lands in a host slot and is copied up, so that the host slots are
-    staging area and victim cache in one. ``begin`` and ``end`` frame a step.
+    staging area and, with ``keep_evicted``, victim cache in one. ``begin`` and ``end`` frame a step.
     """
 
-    def __init__(self, geometry: Geometry, tiers: Sequence[Tier], timeline: Timeline, hooks: Hooks) -> None:
+    def __init__(
+        self, geometry: Geometry, tiers: Sequence[Tier], timeline: Timeline, hooks: Hooks, keep_evicted: bool = False
+    ) -> None:
         self.geometry, self.tiers, self.timeline, self.hooks = geometry, list(tiers), timeline, hooks
         self.device = self.tiers[0]
         self.host = self.tiers[1] if len(self.tiers) > 1 else None
+        self.keep_evicted = keep_evicted
         self.in_flight: dict[int, Ticket] = {}  # transfers into the device tier
         self.loading: dict[int, Ticket] = {}  # reads into the host tier
         self.temporary: set[int] = set()
@@ -41,7 +44,7 @@ class Experts:
         self.read_estimate_s = self.copy_estimate_s = 0.0
         self.view = View(self)
         self.step: Step | None = None
-        self.record: StepRecord | None = None
+        self.record = StepRecord(None, 0.0)  # what happens before the first step is nobody's
         self._last: tuple[int, float] | None = None
         self._timed = timeline.clock == "wall"
 
@@ -247,7 +250,7 @@ class Experts:
             if len(set(victims)) < need or not tier.may_leave(victims, layer):
                 raise PluginError(f"evict returned {victims[:8]}; it must return {need} distinct ones of its candidates")
         self.record.evictions += len(victims)
-        if tier is self.device and self.host is not None:
+        if tier is self.device and self.keep_evicted:
             self._demote(victims)
         tier.drop(victims)
 
@@ -269,8 +272,11 @@ class Experts:
         layer = key // self.geometry.experts
         while not self.host.free_slots(layer):
             candidates = self.host.evictable(layer)
-            candidates = candidates[[k not in self.in_flight for k in candidates.tolist()]] if len(candidates) else candidates
-            if len(candidates):
+            candidates = candidates[np.array([k not in self.in_flight for k in candidates.tolist()], bool)]
+            doubled = candidates[self.device.slot_of[candidates] >= 0]
+            if len(doubled):  # the device holds it too: nothing is lost
+                self.host.drop(doubled[:1].tolist())
+            elif len(candidates):
                 self._evict(self.host, layer, 1, candidates)
             elif self.loading:
                 self._landed(next(iter(self.loading)))
@@ -347,6 +353,15 @@ class Experts:
             old = self.windows[before]
             self.windows[before] = now - then if old == 0.0 else old + WINDOW_WEIGHT * (now - then - old)
         self._last = (layer, now)
+
+    def preload(self) -> None:
+        """Make every expert resident before the first request: on the device as far as it reaches, else on the host."""
+        for key in range(self.geometry.keys):
+            if self.device.free_slots(key // self.geometry.experts):
+                self._fetch([key], DEMAND)
+            elif self._host_room(key):
+                (self.loading[key],) = self.timeline.read([key], [self.host.take(key)], self.host.name, DEMAND)
+        self.drain()
 
     def drain(self) -> None:
         """Wait for everything in flight; used between requests and before closing."""

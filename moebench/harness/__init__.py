@@ -1,1 +1,5 @@
 """One cell is one run of one system on one machine with one workload; here cells are planned, built and run."""
+
+from moebench.harness.run import run
+
+__all__ = ["run"]

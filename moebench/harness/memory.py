@@ -28,8 +28,14 @@ class Sizes:
     host: int
 
 
+def staging_slots(geometry: Geometry) -> int:
+    """Host slots that only serve as landing place of reads; a host tier beyond them is a cache."""
+    return max(STAGING_SLOTS, 2 * geometry.top_k)
+
+
 def size(
     geometry: Geometry,
+    slot_bytes: int,
     spec: SystemSpec,
     budget: str,
     scope: str,
@@ -43,9 +49,9 @@ def size(
     ``fixed_bytes`` is what dense weights, KV cache and activations take of the device. Raises ``BudgetError`` that states the
     smallest legal budget: one layer's demand for one token (one such set per layer where slots are split by layer).
     """
-    slot, every = geometry.slot_bytes, geometry.keys
+    slot, every = slot_bytes, geometry.keys
     least = geometry.top_k * (geometry.layers if scope == "per_layer" else 1)
-    staging = max(STAGING_SLOTS, 2 * geometry.top_k) if tiers == 2 else 0
+    staging = staging_slots(geometry) if tiers == 2 else 0
     if spec.sizing == "full":
         device, host = every, staging
     elif spec.sizing == "minimal":
@@ -74,16 +80,17 @@ def size(
     return Sizes(device, host)
 
 
-def make_tiers(geometry: Geometry, sizes: Sizes, scope: str, real: bool, ledger: Ledger) -> list[Tier]:
-    """Build and book the tiers; ``real`` ones have an arena of 4096-aligned slots."""
+def make_tiers(geometry: Geometry, slot_bytes: int, sizes: Sizes, scope: str, real: bool, ledger: Ledger) -> list[Tier]:
+    """Build and book the tiers; ``real`` ones have an arena of 4096-aligned slots. Host slots are always shared."""
     tiers = []
-    for name, category, slots in (("device", "expert slots", sizes.device), ("host", "host slots", sizes.host)):
+    for name, category, slots, by in (
+        ("device", "expert slots", sizes.device, scope),
+        ("host", "host slots", sizes.host, "shared"),
+    ):
         if not slots:
             continue
-        arena = None
-        if real:
-            arena = aligned_buffer(slots * geometry.slot_bytes).reshape(slots, geometry.slot_bytes)
-        tier = Tier(name, slots, geometry.slot_bytes, geometry.layers, geometry.experts, scope if name == "device" else "shared", arena)
+        arena = aligned_buffer(slots * slot_bytes).reshape(slots, slot_bytes) if real else None
+        tier = Tier(name, slots, slot_bytes, geometry.layers, geometry.experts, by, arena)
         ledger.book(category, tier.capacity_bytes)
         tiers.append(tier)
     return tiers

@@ -1,0 +1,115 @@
+"""Files that a live run needs: the model folder, its pack for this machine, tokenizer and prompts. Packs are made once and kept."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from moebench.errors import MoebenchError, UsageError
+from moebench.geometry import Geometry
+from moebench.plugins import home
+from moebench.store.pack import Pack
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class LiveModel:
+    """A model folder with its pack: everything but loaded tensors."""
+
+    folder: Path
+    pack: Pack
+    geometry: Geometry
+    tokenizer: Any
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The transformers configuration the pack was made from."""
+        return self.pack.manifest.model["config"]
+
+
+def load_live(folder: Path, name: str, quant: str, layout: str, progress: Progress | None = None) -> LiveModel:
+    """Open the pack of a model folder, making it first if this machine has none; raises one clear line on failure."""
+    from transformers import AutoTokenizer
+
+    from moebench.backends.torch_source import geometry_of
+
+    pack = ensure_pack(folder, name, quant, layout, progress)
+    config = pack.manifest.model["config"]
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise MoebenchError(f"cannot load the tokenizer at {folder}: {' '.join(str(error).split())[:200]}") from None
+    return LiveModel(folder, pack, geometry_of(config, name, quant), tokenizer)
+
+
+def ensure_pack(folder: Path, name: str, quant: str, layout: str, progress: Progress | None) -> Pack:
+    """The pack of a folder's files as they are now, kept under ``$MOEBENCH_HOME/packs``."""
+    import torch
+
+    from moebench.backends.torch_bytes import TorchCpuLayout
+    from moebench.backends.torch_source import TransformersSource
+    from moebench.store.layout import QuantSpec
+    from moebench.store.writer import write_pack
+
+    if layout == "ordered":
+        raise UsageError("layout=ordered needs an order: make the pack with 'moebench pack layout=ordered trace=FILE'")
+    isa = torch.backends.cpu.get_cpu_capability().lower().replace(" ", "-")
+    out = home() / "packs" / f"{name}-{_fingerprint(folder)}-{quant}-{layout}-{isa}"
+    if (out / "manifest.json").is_file():
+        return Pack.open(out)
+    print(f"moebench: packing {name} ({quant}, {layout}) into {out}", file=sys.stderr)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    return write_pack(out, TransformersSource(folder), QuantSpec(quant), TorchCpuLayout(), layout=layout, progress=progress)
+
+
+def _fingerprint(folder: Path) -> str:
+    """Names, sizes and times of a folder's files: cheap, and enough to notice that a model was replaced."""
+    digest = xxhash.xxh3_64()
+    for path in sorted(folder.glob("*")):
+        if path.suffix in (".safetensors", ".json"):
+            stat = path.stat()
+            digest.update(f"{path.name}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
+    return digest.hexdigest()
+
+
+def read_prompts(path: Path, count: int, seed: int) -> list[str]:
+    """``count`` prompts of a JSON-lines file with a ``prompt`` field, evenly over the file, starting at ``seed``."""
+    prompts = [item["prompt"] for item in read_jsonl(path) if isinstance(item.get("prompt"), str)]
+    if not prompts:
+        raise UsageError(f"{path} holds no prompts: each line must be a JSON object with a text field 'prompt'")
+    stride = max(1, len(prompts) // count)
+    return [prompts[(seed + i * stride) % len(prompts)] for i in range(count)]
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Objects of a JSON-lines file; an unreadable line is named."""
+    items = []
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                item = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UsageError(f"{path}, line {number}: not JSON ({error.msg})") from None
+            if not isinstance(item, dict):
+                raise UsageError(f"{path}, line {number}: expected an object")
+            items.append(item)
+    return items
+
+
+def text_hash(texts: Sequence[str]) -> str:
+    """A short hash of a list of texts, for the record of a workload."""
+    digest = xxhash.xxh3_128()
+    for text in texts:
+        digest.update(text.encode() + b"\0")
+    return digest.hexdigest()

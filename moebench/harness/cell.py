@@ -1,0 +1,297 @@
+"""Run one cell and make its row. Live cells decode shipped or given prompts, replay cells follow a routing trace."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from moebench.config import RunConfig
+from moebench.engine.loop import Loop, replay
+from moebench.errors import UsageError
+from moebench.harness import environment, figures
+from moebench.harness.assets import LiveModel, load_live, read_prompts, text_hash
+from moebench.harness.plan import Cell
+from moebench.harness.session import Session, open_session
+from moebench.hookspecs import hookimpl
+from moebench.plugins import Registry
+from moebench.result import Metric, Row, metric
+from moebench.systemspec import SystemSpec
+from moebench.trace.format import Trace
+
+Progress = Callable[[str], None]
+
+
+def run_cell(cell: Cell, registry: Registry, progress: Progress = lambda text: None) -> Row:
+    """Run a cell from nothing to its row; raises what a user can mend."""
+    started = time.perf_counter()
+    row = _live(cell, registry, progress) if cell.live else _replay(cell, registry, progress)
+    volatile = {"finished": datetime.now(UTC).isoformat(timespec="seconds"), "seconds": round(time.perf_counter() - started, 3)}
+    return replace(row, volatile={**row.volatile, **volatile})
+
+
+# --- replay --------------------------------------------------------------------------------------------------------
+
+
+def load_trace(cell: Cell) -> Trace:
+    """The routing that a replay cell follows."""
+    from moebench.trace import format as trace_format
+    from moebench.trace.synthetic import SyntheticSpec, synthesize
+
+    workload, geometry = cell.config.workload, cell.geometry
+    if workload.kind == "trace":
+        trace = trace_format.load(workload.path)
+        if trace.layers != geometry.layers or trace.expert_count != geometry.experts:
+            raise UsageError(
+                f"trace {workload.path} has {trace.layers} layers of {trace.expert_count} experts, "
+                f"{geometry.name} has {geometry.layers} of {geometry.experts}"
+            )
+        return trace
+    return synthesize(
+        SyntheticSpec(
+            layers=geometry.layers,
+            experts=geometry.experts,
+            top_k=geometry.top_k,
+            sequences=workload.requests,
+            prefill=workload.prompt_tokens,
+            decode=workload.new_tokens - 1,  # the first token comes out of the prefill
+            seed=workload.seed,
+        )
+    )
+
+
+def _replay(cell: Cell, registry: Registry, progress: Progress) -> Row:
+    config, geometry = cell.config, cell.geometry
+    progress(f"trace of {geometry.name}")
+    trace = load_trace(cell)
+    pack = None
+    if cell.clock == "wall":
+        from moebench.harness.random_pack import random_pack
+
+        pack = random_pack(geometry, config.layout, progress)
+    context = int(trace.position.max()) + 1
+    future = demands(trace, config) if cell.spec.oracle else None
+    repeats = config.repeats if cell.clock == "wall" else 1
+    runs = []
+    for _ in range(repeats):
+        cache_state = environment.page_cache_state(cell, pack)
+        session = open_session(
+            cell, geometry, registry, pack=pack, dense_bytes=geometry.dense_bytes, future=future,
+            warmup_tokens=config.warmup_tokens, batch=config.workload.batch, context=context,
+        )  # fmt: skip
+        try:
+            progress(f"{cell.spec.id} on {cell.profile.id}: {len(trace.sequence)} tokens of {geometry.name}")
+            replay(trace, session.experts, config.workload.batch, config.chunk)
+        finally:
+            session.close()
+        runs.append(session)
+    kind = config.workload.kind if config.workload.kind == "trace" else "synthetic"
+    workload = {"kind": kind, "seed": config.workload.seed, "hash": trace.hash, "generator": trace.metadata.get("generator")}
+    metrics = figures.speed(cell, runs)
+    metrics |= figures.memory(cell, runs, process=cell.clock == "wall")
+    reason = "a replay has no model that answers"
+    metrics["token_agreement"] = metric("token_agreement", None, None, 0, reason)
+    metrics["quality_delta"] = metric("quality_delta", None, None, 0, reason)
+    assumptions = [f"assumed: routing from a synthetic trace ({trace.metadata['source']})"] if kind == "synthetic" else []
+    return _row(cell, runs, workload, metrics, cache_state, assumptions)
+
+
+def demands(trace: Trace, config: RunConfig) -> list[tuple[int, list[int]]]:
+    """All demands of a trace in the order of the loop, for an oracle."""
+    from moebench.engine.loop import replay_steps
+    from moebench.engine.step import Routing
+
+    found = []
+    for step, rows, _ in replay_steps(trace, config.workload.batch, config.chunk):
+        ids = trace.experts[rows]
+        for layer in range(trace.layers):
+            base = layer * trace.expert_count
+            found.append((layer, [base + e for e in Routing(ids[:, layer], None).demand(step.valid)]))
+    return found
+
+
+# --- live ----------------------------------------------------------------------------------------------------------
+
+
+RECORDING = SystemSpec(id="recording", title="", summary="", make=lambda config, run: object(), sizing="minimal")
+
+
+class DemandLog:
+    """An observer that writes down every demand, as the first of an oracle's two passes."""
+
+    def __init__(self) -> None:
+        self.demands: list[tuple[int, list[int]]] = []
+
+    @hookimpl
+    def acquired(self, layer, keys) -> None:
+        """One event."""
+        self.demands.append((layer, list(keys)))
+
+
+def _live(cell: Cell, registry: Registry, progress: Progress) -> Row:
+    from moebench.backends.torch_model import TorchBackend
+
+    config = cell.config
+    progress(f"loading {cell.model}")
+    model = load_live(cell.folder, cell.model, config.quant, config.layout)
+    exact = config.numerics == "row_invariant"
+    backend = TorchBackend(
+        model.pack, model.pack.dense_path, model.config,
+        attention="eager" if exact else "sdpa", numerics="row_invariant" if exact else "free",
+    )  # fmt: skip
+    prompts = _prompts(cell)
+    ids = [model.tokenizer(p)["input_ids"] for p in prompts]
+    batches = [ids[i : i + config.workload.batch] for i in range(0, len(ids), config.workload.batch)]
+    stop = model.tokenizer.eos_token_id
+    context = max(map(len, ids)) + config.workload.new_tokens
+
+    def decode(session: Session) -> None:
+        loop = Loop(backend, session.experts, config.chunk)
+        for batch in batches:
+            loop.generate(batch, config.workload.new_tokens, stop=stop)
+        session.experts.drain()
+
+    runs: list[Session] = []
+    for _ in range(config.repeats if cell.clock == "wall" else 1):
+        cache_state = environment.page_cache_state(cell, model.pack)
+        progress(f"{cell.spec.id} on {cell.profile.id}: {len(prompts)} prompts through {cell.model}")
+        with _sessions(cell, registry, model, backend, context, config.warmup_tokens) as fresh:
+            decode(session := fresh(decode))
+        runs.append(session)
+    metrics = figures.speed(cell, runs)
+    metrics |= figures.memory(cell, runs, process=cell.clock == "wall")
+    metrics |= _quality(cell, registry, model, backend, progress)
+    workload = {"kind": "prompts", "seed": config.workload.seed, "hash": text_hash(prompts), "generator": None}
+    return _row(cell, runs, workload, metrics, cache_state, [])
+
+
+def _prompts(cell: Cell) -> list[str]:
+    workload = cell.config.workload
+    if workload.kind == "prompts" and workload.path:
+        path = Path(workload.path)
+    else:
+        path = Path(str(resources.files("moebench.models.tinymoe"))) / "tasks" / "prompts.jsonl"
+    return read_prompts(path, workload.requests, workload.seed)
+
+
+class _sessions:
+    """Opens sessions on one live model and closes them all; an oracle gets a first pass that writes its future down."""
+
+    def __init__(self, cell: Cell, registry: Registry, model: LiveModel, backend: Any, context: int, warmup: int) -> None:
+        self.cell, self.registry, self.model, self.backend = cell, registry, model, backend
+        self.context, self.warmup, self.opened = context, warmup, []
+
+    def __enter__(self):
+        return self.open
+
+    def __exit__(self, *_: object) -> None:
+        for session in self.opened:
+            session.close()
+
+    def open(self, work: Callable[[Session], None]) -> Session:
+        """A session ready for ``work``, which is run once beforehand for an oracle."""
+        cell, future = self.cell, None
+        if cell.spec.oracle:
+            log = DemandLog()
+            work(self._new(replace(cell, spec=RECORDING), [log]))
+            future = log.demands
+        return self._new(cell, [], future)
+
+    def _new(self, cell: Cell, observers: Sequence[object], future: Any = None) -> Session:
+        session = open_session(
+            cell, self.model.geometry, self.registry, pack=self.model.pack, dense_bytes=self.backend.dense_bytes,
+            dense_bits=16.0, kv_bytes=self.backend.kv_bytes, future=future, observers=observers,
+            warmup_tokens=self.warmup, batch=self.cell.config.workload.batch, context=self.context,
+        )  # fmt: skip
+        self.opened.append(session)
+        return session
+
+
+def _quality(cell: Cell, registry: Registry, model: LiveModel, backend: Any, progress: Progress) -> dict[str, Metric]:
+    """Accuracy against the unmodified model on the same items, and agreement with its tokens."""
+    from moebench.backends.torch_model import NativeTorchBackend
+    from moebench.quality import local
+    from moebench.quality.paired import paired_delta
+
+    suite = cell.config.quality
+    names = ("token_agreement", "quality_delta")
+    if suite == "none":
+        return {name: metric(name, None, None, 0, "quality=none") for name in names}
+    items = local.load_items(suite)
+    progress(f"quality={suite}: {len(items)} items under the unmodified model")
+    native = local.evaluate(Loop(NativeTorchBackend(model.folder), None, 256), model.tokenizer, items)
+    cell = replace(cell, config=replace(cell.config, workload=replace(cell.config.workload, batch=local.BATCH)))
+    answers: list[local.Answer] = []
+    share: list[tuple[float, int]] = []
+
+    def answer(session: Session) -> None:
+        answers[:] = local.evaluate(Loop(backend, session.experts, 256), model.tokenizer, items)
+
+    def agree(session: Session) -> None:
+        share[:] = [local.agreement(Loop(backend, session.experts, 256), model.tokenizer, items, native)]
+
+    for text, work in (("accuracy", answer), ("token agreement", agree)):
+        progress(f"quality={suite}: {text} under {cell.spec.id}")
+        with _sessions(cell, registry, model, backend, 512, 0) as fresh:
+            work(fresh(work))
+    delta = paired_delta([a.right for a in answers], [a.right for a in native], [a.task for a in native])
+    agreement, tokens = share[0]
+    return {
+        "token_agreement": metric("token_agreement", agreement, "measured", tokens),
+        "quality_delta": metric("quality_delta", delta.points, "measured", delta.n, ci=delta.ci),
+    }
+
+
+# --- rows ----------------------------------------------------------------------------------------------------------
+
+
+def _row(
+    cell: Cell, runs: Sequence[Session], workload: dict, metrics: dict[str, Metric], cache_state: str, assumptions: list[str]
+) -> Row:
+    config = cell.config
+    return Row(
+        system=cell.spec.id,
+        fidelity=cell.spec.fidelity(config.knobs),
+        hw=config.hw,
+        model=cell.model,
+        workload_name=workload["kind"] if config.model == "auto" else config.workload.name,
+        config={**config.resolved(), "engine": cell.engine, "model": cell.model},
+        environment=environment.describe(),
+        workload=workload,
+        protocol={
+            "clock": cell.clock,
+            "why": cell.why,
+            "warmup_tokens": config.warmup_tokens,
+            "repeats": len(runs),
+            "page_cache": cache_state,
+            "slots": {t.name: t.slots for t in runs[0].experts.tiers},
+        },
+        metrics=metrics,
+        assumptions=tuple([*assumptions, *environment.transferred(cell)]),
+    )
+
+
+def failed_row(cell: Cell, error: Exception) -> Row:
+    """A row for a cell that could not run: the error takes the place of the numbers, so that it never just drops out."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    missing = {name: metric(name, None, None, 0, "the run failed") for name in figures.TABLE}
+    return Row(
+        system=cell.spec.id,
+        fidelity=cell.spec.fidelity(cell.config.knobs),
+        hw=cell.config.hw,
+        model=cell.model,
+        workload_name=cell.config.workload.name,
+        config={**cell.config.resolved(), "engine": cell.engine, "model": cell.model},
+        environment=environment.describe(),
+        workload={"kind": cell.config.workload.kind, "seed": cell.config.workload.seed, "hash": ""},
+        protocol={"clock": cell.clock, "why": cell.why},
+        metrics=missing,
+        status="failed",
+        error=reason,
+    )
+
+

@@ -1,0 +1,68 @@
+"""From sessions to the metrics of a row, each with its provenance or the reason why it is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from moebench.harness.plan import Cell
+from moebench.harness.session import Session
+from moebench.metrics import NAMES
+from moebench.result import METRICS, Metric, metric
+from moebench.units import GIB
+
+TABLE = tuple(METRICS)
+THROUGH_PAGE_CACHE = ("mmap", "pread")
+
+
+def speed(cell: Cell, runs: Sequence[Session]) -> dict[str, Metric]:
+    """Timing and traffic. Over several runs the value is the median, with the runs' values as samples and their range as interval."""
+    provenance = "measured" if cell.clock == "wall" else "modeled"
+    each = [run.metrics.numbers() for run in runs]
+    found = {}
+    for name in NAMES:
+        values = [numbers[name][0] for numbers in each]
+        _, reason, n = each[0][name]
+        if name in ("ssd_mib_per_token", "effective_gb_s") and cell.clock == "wall" and cell.engine in THROUGH_PAGE_CACHE:
+            reason = f"engine {cell.engine} reads through the page cache; what storage delivered is not counted per step"
+            found[name] = metric(name, None, None, 0, reason)
+        elif any(v is None for v in values):
+            found[name] = metric(name, None, None, n, reason)
+        else:
+            several = len(values) > 1
+            found[name] = metric(
+                name, float(np.median(values)), provenance, len(values) if several else n,
+                samples=values if several else (), ci=(min(values), max(values)) if len(values) >= 3 else None,
+            )  # fmt: skip
+    return found
+
+
+def memory(cell: Cell, runs: Sequence[Session], process: bool) -> dict[str, Metric]:
+    """Peak active memory by the ledger; what an allocator would show; what the process took."""
+    provenance = "measured" if cell.clock == "wall" else "modeled"
+    ledger = max((run.ledger for run in runs), key=lambda found: found.peak_bytes)
+    device = {name: held for name, held in ledger.at_peak.items() if name != "host slots"}
+    found = {"peak_active_gib": metric("peak_active_gib", ledger.peak_bytes / GIB, provenance)}
+    if cell.clock == "wall":
+        reason = "torch keeps no allocator statistics on the CPU"
+        found["allocator_peak_gib"] = metric("allocator_peak_gib", None, None, 0, reason)
+    else:
+        found["allocator_peak_gib"] = metric("allocator_peak_gib", sum(device.values()) / GIB, "modeled")
+    if process:
+        peak = process_peak_bytes()
+        reason = "" if peak else "this operating system does not report a process's peak"
+        found["process_peak_gib"] = metric("process_peak_gib", peak / GIB if peak else None, "measured", 1 if peak else 0, reason)
+    else:
+        reason = "a modeled machine has no process"
+        found["process_peak_gib"] = metric("process_peak_gib", None, None, 0, reason)
+    return found
+
+
+def process_peak_bytes() -> int | None:
+    """High-water mark of this process's resident memory (VmHWM on Linux, ru_maxrss elsewhere), or None."""
+    import resource
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

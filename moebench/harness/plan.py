@@ -1,0 +1,111 @@
+"""From a configuration to cells: which models run live, which geometry replays, and on which clock.
+
+Decides before anything runs, so that what cannot be is one line of text and not half a result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from moebench import geometry as geometries
+from moebench import hardware
+from moebench.config import RunConfig
+from moebench.errors import UsageError, unknown
+from moebench.geometry import Geometry
+from moebench.hardware import HardwareProfile
+from moebench.plugins import Registry
+from moebench.systemspec import SystemSpec
+
+EMBEDDED = "tinymoe"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of one system on one machine with one model.
+
+    ``clock`` is ``wall`` (measured) or ``virtual`` (modeled) and ``why`` says what chose it; ``folder`` is a model that computes
+    (live), ``geometry`` one that only routes (replay). ``engine`` reads the experts.
+    """
+
+    config: RunConfig
+    spec: SystemSpec
+    profile: HardwareProfile
+    clock: str
+    why: str
+    engine: str
+    folder: Path | None = None
+    geometry: Geometry | None = None
+
+    @property
+    def live(self) -> bool:
+        """Whether a real model computes."""
+        return self.folder is not None
+
+    @property
+    def model(self) -> str:
+        """The model's name in tables."""
+        return self.folder_name if self.folder is not None else self.geometry.name
+
+    @property
+    def folder_name(self) -> str:
+        """A live model's name: the embedded one's, or its folder's."""
+        return EMBEDDED if self.folder == embedded_folder() else self.folder.resolve().name
+
+
+def embedded_folder() -> Path:
+    """The checkpoint that ships with moebench."""
+    from importlib import resources
+
+    return Path(str(resources.files("moebench.models.tinymoe"))) / "checkpoint"
+
+
+def plan(config: RunConfig, registry: Registry) -> list[Cell]:
+    """The cells of one configuration. ``model=auto`` is the embedded model, and the profile's reference geometry if it names one."""
+    spec = registry.system(config.system)
+    profile = hardware.load(registry.hardware_path(config.hw))
+    clock, why = _clock(config, profile)
+    engine = config.engine if config.engine != "auto" else spec.engine or profile.engine
+    registry.engine(engine)
+    common = {"config": config, "spec": spec, "profile": profile, "clock": clock, "why": why, "engine": engine}
+    if config.model == "auto":
+        cells = [Cell(**common, folder=embedded_folder())]
+        if profile.model and clock == "virtual":
+            cells.append(_replay(common, registry.model_path(profile.model)))
+    elif config.model == EMBEDDED:
+        cells = [Cell(**common, folder=embedded_folder())]
+    elif config.model in registry.models:
+        cells = [_replay(common, registry.model_path(config.model))]
+    elif "/" in config.model or Path(config.model).is_dir():
+        folder = Path(config.model).expanduser()
+        if not (folder / "config.json").is_file():
+            raise UsageError(f"model {config.model} is not a model folder: it has no config.json")
+        cells = [Cell(**common, folder=folder)]
+    else:
+        valid = [EMBEDDED, "auto", *registry.models]
+        raise unknown("model", config.model, valid, "; or a folder with config.json and safetensors")
+    for cell in cells:
+        if config.workload.kind == "prompts" and not cell.live and config.model != "auto":
+            raise UsageError(f"workload=prompts needs a model that computes; {cell.model} is a geometry, use workload=synthetic")
+        if config.workload.kind == "trace" and cell.live and config.model != "auto":
+            raise UsageError("workload=trace replays routing without a model; choose a geometry with model=NAME")
+    return cells
+
+
+def _replay(common: dict, path: Path) -> Cell:
+    geometry = geometries.load(path)
+    return Cell(**common, geometry=replace(geometry, quant=common["config"].quant))
+
+
+def _clock(config: RunConfig, profile: HardwareProfile) -> tuple[str, str]:
+    """Measure where the profile is this machine, model elsewhere, unless told otherwise."""
+    here = profile.id == "host" or profile.matches(hardware.detect())
+    if config.mode == "measure":
+        if not here:
+            raise UsageError(f"mode=measure needs the machine itself, and this one is not {profile.title}; use hw=host or mode=model")
+        return "wall", "mode=measure"
+    if config.mode == "model":
+        return "virtual", "mode=model"
+    if here:
+        return "wall", f"this machine matches {profile.id}"
+    return "virtual", f"this machine does not match {profile.id}"

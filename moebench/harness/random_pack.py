@@ -1,0 +1,35 @@
+"""Packs of random bytes in a model's geometry: real reads of real sizes without the model ("fio for experts")."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+from moebench.errors import UsageError
+from moebench.geometry import Geometry
+from moebench.plugins import home
+from moebench.store.pack import Pack
+from moebench.store.writer import write_random_pack
+from moebench.units import GIB
+
+RESERVE_BYTES = 2 * GIB  # disk space left free beside a random pack
+
+
+def random_pack(geometry: Geometry, layout: str, progress: Callable[[str], None]) -> Any:
+    """Open or write the random pack of a geometry; refuses, with the sizes, what the disk cannot hold."""
+    if layout != "packed":
+        raise UsageError(f"layout={layout} has no meaning for random bytes; a measured replay uses layout=packed")
+    folder = home() / "packs"
+    folder.mkdir(parents=True, exist_ok=True)
+    out = folder / f"random-{geometry.name}-{geometry.quant}"
+    if (out / "manifest.json").is_file():
+        return Pack.open(out)
+    need, free = geometry.keys * geometry.slot_bytes, shutil.disk_usage(folder).free
+    if need + RESERVE_BYTES > free:
+        raise UsageError(
+            f"a measured replay of {geometry.name} writes {need / GIB:.1f} GiB of random experts to {folder}, "
+            f"which has {free / GIB:.1f} GiB free; choose a smaller model or set MOEBENCH_HOME to a larger disk"
+        )
+    progress(f"writing {need / GIB:.1f} GiB of random experts once")
+    return write_random_pack(out, geometry.layers, geometry.experts, geometry.expert_bytes, seed=0)

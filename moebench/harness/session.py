@@ -1,0 +1,112 @@
+"""A session: one system with its tiers, hooks, timeline and loop, ready to run requests. Built anew for every run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moebench.budget import parse_bytes
+from moebench.engine.acquire import Experts
+from moebench.engine.hooks import Hooks
+from moebench.geometry import Geometry
+from moebench.harness import costs as cost_model
+from moebench.harness.memory import StateWatch, make_tiers, size, staging_slots
+from moebench.harness.plan import Cell
+from moebench.metrics import Metrics
+from moebench.residency.ledger import Ledger
+from moebench.systemspec import RunContext
+from moebench.timeline.base import Timeline
+from moebench.timeline.virtual import VirtualTimeline
+
+ACTIVATION_BYTES = 2  # bf16
+
+
+@dataclass
+class Session:
+    """What one run is made of. ``close`` stops threads; always call it."""
+
+    experts: Experts
+    timeline: Timeline
+    metrics: Metrics
+    ledger: Ledger
+
+    def close(self) -> None:
+        """Stop the timeline and its engine."""
+        self.timeline.close()
+
+
+def open_session(
+    cell: Cell,
+    geometry: Geometry,
+    registry: Any,
+    *,
+    pack: Any = None,
+    dense_bytes: int,
+    dense_bits: float | None = None,
+    kv_bytes: Any = None,
+    future: Sequence[tuple[int, Sequence[int]]] | None = None,
+    observers: Sequence[object] = (),
+    warmup_tokens: int = 0,
+    batch: int = 1,
+    context: int = 0,
+) -> Session:
+    """Size, book and connect everything. ``pack`` is None on runs that move no bytes; ``context`` is the longest sequence."""
+    config, spec, profile = cell.config, cell.spec, cell.profile
+    real = pack is not None
+    slot_bytes = pack.slot_bytes if real else geometry.slot_bytes
+    engine = registry.engine(cell.engine)(pack) if real else None
+    try:
+        staging = engine.staging_bytes if engine is not None else 0
+        ledger = Ledger(None if config.memory is None else parse_bytes(config.memory, "memory"))
+        activations = _activation_bytes(geometry, config.chunk, batch)
+        state = batch * (context * geometry.kv_bytes_per_token + geometry.fixed_state_bytes)
+        fixed = dense_bytes + activations + state
+        # On a CPU box there is one memory; only a modeled machine with its own device memory has two tiers.
+        tiers_wanted = 1 if profile.unified or cell.clock == "wall" else 2
+        sizes = size(geometry, slot_bytes, spec, config.budget, config.scope, profile, staging, fixed, tiers_wanted)
+        ledger.book("dense", dense_bytes)
+        ledger.book("activations", activations)
+        ledger.book("staging", staging)
+        tiers = make_tiers(geometry, slot_bytes, sizes, config.scope, real, ledger)
+        arenas = {tier.name: tier for tier in tiers}
+
+        def buffer(tier: str, slot: int):
+            return arenas[tier].arena[slot]
+
+        if cell.clock == "wall":
+            from moebench.timeline.wall import WallTimeline
+
+            timeline: Any = WallTimeline(engine, buffer)
+        else:
+            cache = cost_model.page_cache_bytes(profile, ledger.total_bytes + state)
+            use = cost_model.StorageUse(cost_model.pieces(geometry, config.layout), cell.engine, cache)
+            costs = cost_model.build(profile, geometry, use, dense_bits)
+            if real:
+                from moebench.timeline.filled import FilledTimeline
+
+                timeline = FilledTimeline(costs, engine, buffer)
+            else:
+                timeline = VirtualTimeline(costs)
+    except BaseException:
+        if engine is not None:
+            engine.close()
+        raise
+    run = RunContext(geometry, sizes.device, config.scope, config.seed, future if spec.oracle else None)
+    metrics = Metrics(warmup_tokens, lambda: timeline.storage_bytes)
+    watch = StateWatch(ledger, geometry, kv_bytes)
+    hooks = Hooks([spec.make(config.knobs, run), metrics, watch, *observers])
+    experts = Experts(geometry, tiers, timeline, hooks, keep_evicted=sizes.host > staging_slots(geometry))
+    if isinstance(timeline, VirtualTimeline):
+        experts.read_estimate_s, experts.copy_estimate_s = timeline.costs.read_s[1], timeline.costs.copy_s
+    hooks.prepare(run)
+    if spec.sizing == "full":
+        experts.preload()
+    return Session(experts, timeline, metrics, ledger)
+
+
+def _activation_bytes(geometry: Geometry, chunk: int, batch: int) -> int:
+    """Largest transient of a pass: hidden states, routed outputs and gate/up products of a chunk, and one row of logits each."""
+    rows = chunk * batch
+    per_row = geometry.hidden * (4 + geometry.top_k) + 2 * geometry.intermediate * geometry.top_k
+    return rows * per_row * ACTIVATION_BYTES + batch * geometry.vocabulary * 4
