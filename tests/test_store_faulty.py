@@ -1,5 +1,4 @@
-"""Whatever goes wrong below an engine, an expert arrives with the right bytes or as a ``StoreError``: never wrong, never
-late for ever."""
+"""Whatever goes wrong below an engine, an expert arrives with the right bytes or as a ``StoreError``; nothing hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pack holds exactly its source's weights in every disk layout, is complete or clearly not, and is never overwritten."""
+"""A pack holds its source's weights in every disk layout, is complete or clearly not, and is never overwritten."""
 
 from __future__ import annotations
 
@@ -270,3 +270,14 @@ def test_aligned_buffers_are_aligned_writable_and_zero(nbytes):
     buffer = aligned_buffer(nbytes)
     assert (buffer.nbytes, buffer.ctypes.data % PAGE, buffer.dtype, buffer.any()) == (nbytes, 0, np.uint8, False)
     buffer[:] = 1
+
+
+def test_a_partial_of_another_schema_is_not_resumed(tmp_path, monkeypatch):
+    from moebench.store import writer
+
+    monkeypatch.setattr(writer, "SCHEMA", 0)
+    with pytest.raises(KeyboardInterrupt):
+        make(tmp_path / "p", source=SmallSource(fail_at=10))
+    monkeypatch.undo()
+    with pytest.raises(StoreError, match="differs in schema"):
+        make(tmp_path / "p")

@@ -127,7 +127,7 @@ class FaultyEngine(ReadEngine):
             else:
                 outer.set_result(done.result())
 
-    def _read_at(self, fd: int | None, view: memoryview, offset: int) -> int:
+    def _read_at(self, fd: int, view: memoryview, offset: int) -> int:
         if not self._applies(offset, len(view)):
             return self._clean_read(fd, view, offset)
         with self._lock:

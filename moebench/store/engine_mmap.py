@@ -30,15 +30,15 @@ class MmapEngine(ThreadEngine):
         fd = os.open(path, os.O_RDONLY)
         self._mapping = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
         self._mapping.madvise(self._advice)
-        self._data: np.ndarray | None = np.frombuffer(self._mapping, np.uint8)
+        self._data = np.frombuffer(self._mapping, np.uint8)
         return fd
 
     def _release(self, fd: int) -> None:
-        self._data = None  # an exported view would keep the mapping from closing
+        del self._data  # an exported view would keep the mapping from closing
         self._mapping.close()
         os.close(fd)
 
-    def _read_at(self, fd: int | None, view: memoryview, offset: int) -> int:
+    def _read_at(self, fd: int, view: memoryview, offset: int) -> int:
         source = self._data[offset : offset + len(view)]
         np.copyto(np.frombuffer(view, np.uint8)[: len(source)], source)  # releases the interpreter lock while it faults
         return len(source)

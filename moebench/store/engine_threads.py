@@ -23,6 +23,7 @@ from moebench.store.pack import Pack
 from moebench.store.pages import aligned_buffer
 from moebench.units import MIB, PAGE, align_up
 
+CLOSED = -1
 NO_PROGRESS_LIMIT = 3  # reads in a row that may return nothing usable before the expert is given up
 
 
@@ -38,7 +39,7 @@ class ThreadEngine(ReadEngine):
         self.block_bytes, self.thread_count = block_bytes, threads
         self._gaps = pack.manifest.extents.gaps() if pack.manifest.layout == "checkpoint" else []
         self._queue, self._lock = BlockQueue(), threading.Lock()
-        self._fd: int | None = self._open(pack.file_path)
+        self._fd = self._open(pack.file_path)
         self._threads = [
             threading.Thread(target=self._work, name=f"moebench-{self.name}-{i}", daemon=True) for i in range(threads)
         ]
@@ -79,8 +80,8 @@ class ThreadEngine(ReadEngine):
         for thread in self._threads:
             thread.join()
         with self._lock:
-            fd, self._fd = self._fd, None
-        if fd is not None:
+            fd, self._fd = self._fd, CLOSED
+        if fd != CLOSED:
             self._release(fd)
 
     @property
@@ -91,7 +92,7 @@ class ThreadEngine(ReadEngine):
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` where queue or threads are in a state they must not be in."""
         self._queue.check_integrity()
-        assert self._fd is None or all(thread.is_alive() for thread in self._threads), "a reader thread died"
+        assert self._fd == CLOSED or all(thread.is_alive() for thread in self._threads), "a reader thread died"
 
     def _open(self, path: Path) -> int:
         return os.open(path, os.O_RDONLY)
@@ -137,9 +138,7 @@ class ThreadEngine(ReadEngine):
         return None
 
     def _read_block(self, request: ReadRequest, block: Segment, bounce: np.ndarray | None) -> int:
-        return self._read_fully(
-            request, memoryview(request.buffer)[block.dest : block.dest + block.nbytes], block.offset, 1
-        )
+        return self._read_fully(request, request.buffer.data[block.dest : block.dest + block.nbytes], block.offset, 1)
 
     def _read_fully(self, request: ReadRequest, view: memoryview, offset: int, unit: int) -> int:
         """Fill ``view`` from ``offset``, going on after short reads in whole ``unit`` bytes; returns the bytes read."""
@@ -159,7 +158,7 @@ class ThreadEngine(ReadEngine):
                 raise StoreError(f"{where}: short read, {done} of {len(view)} bytes came from offset {offset}")
         return nbytes
 
-    def _read_at(self, fd: int | None, view: memoryview, offset: int) -> int:
+    def _read_at(self, fd: int, view: memoryview, offset: int) -> int:
         """One read call: fill the start of ``view``, return how many bytes came. Fault injection replaces this."""
         return os.preadv(fd, [view], offset)
 
@@ -188,7 +187,7 @@ class DirectEngine(ThreadEngine):
                 fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)
             elif not hasattr(os, "O_DIRECT"):
                 raise self._refused(path, "neither O_DIRECT nor F_NOCACHE")
-            os.preadv(fd, [memoryview(aligned_buffer(PAGE))], 0)  # some file systems refuse only the first read
+            os.preadv(fd, [aligned_buffer(PAGE).data], 0)  # some file systems refuse only the first read
         except OSError as error:
             os.close(fd)
             raise self._refused(path, error.strerror) from error
@@ -221,10 +220,10 @@ class DirectEngine(ThreadEngine):
 
     def _read_block(self, request: ReadRequest, block: Segment, bounce: np.ndarray | None) -> int:
         if bounce is None:
-            view = memoryview(request.buffer)[block.dest : block.dest + block.nbytes]
+            view = request.buffer.data[block.dest : block.dest + block.nbytes]
             return self._read_fully(request, view, block.offset, PAGE)
         start = block.offset // PAGE * PAGE
         head, span = block.offset - start, align_up(block.offset + block.nbytes) - start
-        nbytes = self._read_fully(request, memoryview(bounce)[:span], start, PAGE)
+        nbytes = self._read_fully(request, bounce.data[:span], start, PAGE)
         request.buffer[block.dest : block.dest + block.nbytes] = bounce[head : head + block.nbytes]
         return nbytes

@@ -22,7 +22,7 @@ from moebench.store.layout import QuantSpec, TensorSpec
 # accepts exactly its own schema, and an older pack is written again from its source.
 SCHEMA = 1
 CODECS = ("none",)  # the field is reserved: compressed experts will have lengths of their own
-REQUEST_FIELDS = ("model", "layers", "experts", "quant", "byte_layout", "isa", "layout", "codec", "order")
+REQUEST_FIELDS = ("model", "layers", "experts", "quant", "byte_layout", "isa", "layout", "codec", "order", "schema")
 
 
 @dataclass(frozen=True)

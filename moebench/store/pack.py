@@ -86,7 +86,7 @@ class Pack:
 
     def check(self, key: int, buffer: np.ndarray) -> None:
         """Raise ``StoreError`` unless ``buffer`` holds exactly the bytes that were packed for ``key``."""
-        found = xxhash.xxh3_64_hexdigest(buffer[: self.expert_bytes])
+        found = xxhash.xxh3_64_hexdigest(buffer[: self.expert_bytes].data)
         if found != self.manifest.hashes[key]:
             raise StoreError(f"{self.where(key)}: wrong bytes, hash {found} instead of {self.manifest.hashes[key]}")
 

@@ -78,7 +78,6 @@ class PartialPack:
         with open(self.path / DENSE, "rb") as file:
             os.fsync(file.fileno())
         self._record({"dense": facts})
-        self.dense = facts
 
     def record_layer(self, layer: int, facts: dict[str, Any]) -> None:
         """Sync the experts and note that ``layer`` is complete."""
@@ -97,7 +96,7 @@ class PartialPack:
     def write(self, segments: list[Segment], buffer: np.ndarray) -> None:
         """Write one expert's bytes (uint8) to where its segments say."""
         for segment in segments:
-            piece, offset = memoryview(buffer)[segment.dest : segment.dest + segment.nbytes], segment.offset
+            piece, offset = buffer.data[segment.dest : segment.dest + segment.nbytes], segment.offset
             while piece:
                 written = os.pwrite(self._experts, piece, offset)
                 piece, offset = piece[written:], offset + written

@@ -17,16 +17,15 @@ class PlainLayout(ByteLayout):
 
     def encode(self, tensor: LogicalTensor) -> dict[str, np.ndarray]:
         """Encoded parts by name; raises ``LayoutError`` where an int4 matrix has an odd number of columns."""
-        if tensor.kind == "none":
-            return {tensor.name: np.ascontiguousarray(tensor.values)}
-        if tensor.kind == "int8":
-            return {tensor.name: np.ascontiguousarray(tensor.values), f"{tensor.name}.scales": tensor.scale}
-        if tensor.values.shape[1] % 2:
-            raise LayoutError(
-                f"tensor {tensor.name}: {tensor.values.shape[1]} columns do not fill whole bytes of two int4"
-            )
-        packed = tensor.values[:, 0::2] | (tensor.values[:, 1::2] << 4)
-        return {tensor.name: packed, f"{tensor.name}.scales": tensor.scale, f"{tensor.name}.biases": tensor.bias}
+        values = tensor.values
+        if tensor.kind == "int4":
+            if values.shape[1] % 2:
+                raise LayoutError(
+                    f"tensor {tensor.name}: {values.shape[1]} columns do not fill whole bytes of two int4"
+                )
+            values = values[:, 0::2] | (values[:, 1::2] << 4)
+        parts = {tensor.name: values, f"{tensor.name}.scales": tensor.scale, f"{tensor.name}.biases": tensor.bias}
+        return {name: np.ascontiguousarray(part) for name, part in parts.items() if part is not None}
 
     def decode(self, name: str, kind: str, shape: tuple[int, ...], parts: Mapping[str, np.ndarray]) -> LogicalTensor:
         """The inverse of ``encode``, bit for bit."""

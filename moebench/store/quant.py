@@ -55,8 +55,9 @@ def dequantize(tensor: LogicalTensor) -> np.ndarray:
     """The fp32 weights that ``tensor`` stands for."""
     if tensor.kind == "none":
         return from_bf16(tensor.values)
+    assert tensor.scale is not None
     scale = from_bf16(tensor.scale)
-    if tensor.kind == "int8":
+    if tensor.bias is None:
         return tensor.values * scale[:, None]
     rows, columns = tensor.values.shape
     groups = tensor.values.reshape(rows, scale.shape[1], -1).astype(np.float32)
@@ -77,7 +78,7 @@ def expert_digest(tensors: Iterable[LogicalTensor]) -> bytes:
         digest.update(f"{tensor.name}\0{tensor.kind}\0{tensor.shape}\0".encode())
         for part in (tensor.values, tensor.scale, tensor.bias):
             if part is not None:
-                digest.update(np.ascontiguousarray(part))
+                digest.update(np.ascontiguousarray(part).data)
     return digest.digest()
 
 

@@ -16,7 +16,15 @@ from moebench import __version__
 from moebench.store.engines import StoreError
 from moebench.store.extents import Extents, place_parts
 from moebench.store.layout import ByteLayout, ExpertSource, QuantSpec, TensorSpec
-from moebench.store.manifest import REQUEST_FIELDS, PackManifest, WeightSpec, differences, plain_json, require_count
+from moebench.store.manifest import (
+    REQUEST_FIELDS,
+    SCHEMA,
+    PackManifest,
+    WeightSpec,
+    differences,
+    plain_json,
+    require_count,
+)
 from moebench.store.pack import DENSE, MANIFEST, Pack, Progress, file_hash
 from moebench.store.pages import aligned_buffer
 from moebench.store.partial import PartialPack
@@ -66,7 +74,7 @@ def write_pack(
         layout,
         "none",
     )
-    return _write(Path(out_dir), (*values, order), encode, source.write_dense, progress)
+    return _write(Path(out_dir), (*values, order, SCHEMA), encode, source.write_dense, progress)
 
 
 def write_random_pack(
@@ -85,7 +93,7 @@ def write_random_pack(
         return Encoded({"bytes": np.frombuffer(bytes_, np.uint8)}, (), xxhash.xxh3_128_digest(bytes_))
 
     model = {"name": "random", "seed": seed, "expert_bytes": expert_bytes}
-    values = (model, layers, experts, QuantSpec("none"), "random", "any", "packed", "none", None)
+    values = (model, layers, experts, QuantSpec("none"), "random", "any", "packed", "none", None, SCHEMA)
     return _write(Path(out_dir), values, encode, _write_no_dense, progress)
 
 
@@ -112,9 +120,10 @@ def _write(
     partial = PartialPack(out, request)
     with partial.guarded(extents.file_bytes):
         partial.allocate(extents.file_bytes)
-        if partial.dense is None:
-            nbytes = write_dense(partial.path / DENSE)
-            partial.record_dense({"nbytes": nbytes, "hash": file_hash(partial.path / DENSE)})
+        dense = partial.dense
+        if dense is None:
+            dense = {"nbytes": write_dense(partial.path / DENSE), "hash": file_hash(partial.path / DENSE)}
+            partial.record_dense(dense)
         for layer in range(extents.layers):
             if layer not in partial.layers:
                 partial.record_layer(
@@ -132,8 +141,8 @@ def _write(
             hashes=tuple(value for facts in done for value in facts["hashes"]),
             logical_hash=logical_hash([bytes.fromhex(value) for facts in done for value in facts["digests"]]),
             experts_file_bytes=extents.file_bytes,
-            dense_bytes=partial.dense["nbytes"],
-            dense_hash=partial.dense["hash"],
+            dense_bytes=dense["nbytes"],
+            dense_hash=dense["hash"],
             created_by=f"moebench {__version__}",
         )
         partial.finish(manifest)
@@ -166,7 +175,7 @@ def _write_layer(
             buffer[spec.offset : spec.offset + spec.nbytes] = _as_bytes(encoded.parts[spec.name], spec)
         key = layer * extents.experts + expert
         partial.write(extents.segments(key), buffer)
-        hashes.append(xxhash.xxh3_64_hexdigest(buffer[: extents.expert_bytes]))
+        hashes.append(xxhash.xxh3_64_hexdigest(buffer[: extents.expert_bytes].data))
         digests.append(encoded.digest.hex())
         if progress:
             progress(key + 1, extents.keys)
