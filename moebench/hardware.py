@@ -20,6 +20,7 @@ from moebench.machine import Machine
 
 SOURCES = ("datasheet", "paper", "measured", "estimate")
 # name -> (unit, whether every machine has it); the others belong to machines with a device of its own memory.
+# page_fault_us is one major fault of one page with its read; bandwidths are what is reached, not the bus's peak.
 NUMBERS = {
     "memory.ram_gib": ("GiB", True),
     "memory.reserve_gib": ("GiB", True),

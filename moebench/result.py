@@ -1,7 +1,7 @@
 """One row = one cell = one result file: the schema, its validation, and how it is written, read and put on stdout.
 
 A row says where each number comes from and never holds a zero for something that was not measured. Outside the
-``volatile`` block two runs of one deterministic cell give the same bytes. Knows no metric's formula and no file but its own.
+``volatile`` block two runs of one deterministic cell give the same bytes. Knows no metric's formula.
 """
 
 from __future__ import annotations

@@ -1,0 +1,72 @@
+"""``moebench pack model=FOLDER out=DIR``: turn a model folder into an expert pack; an interrupted one resumes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.progress import Progress
+
+from moebench.commands.words import parse
+from moebench.config import option
+from moebench.errors import UsageError
+from moebench.units import human_bytes
+
+
+@dataclass(frozen=True)
+class PackOptions:
+    """What to pack and how its experts are stored."""
+
+    model: str = dataclasses.field(metadata={"help": "folder with config.json and safetensors"})
+    out: str = dataclasses.field(metadata={"help": "folder of the pack"})
+    quant: Literal["int4", "int8", "none"] = option("int4", "stored precision of expert weights")
+    group: Literal["32", "64", "128"] = option("64", "weights that share a scale and a bias, int4 only")
+    byte_layout: Literal["torch_cpu", "plain"] = option(
+        "torch_cpu", "bytes as torch's CPU kernels want them, or portable"
+    )
+    layout: Literal["packed", "checkpoint"] = option("packed", "one extent per expert, or scattered as downloaded")
+
+
+def main(words: Sequence[str]) -> int:
+    """Write the pack with a progress bar on stderr; the last line is one JSON document."""
+    options = parse(words, PackOptions, "pack")
+    if options is None:
+        return 0
+    if not (Path(options.model) / "config.json").is_file():
+        raise UsageError(f"model={options.model} is not a model folder: it has no config.json")
+    from moebench.backends.torch_source import TransformersSource
+    from moebench.store.layout import QuantSpec
+    from moebench.store.writer import write_pack
+
+    quant = QuantSpec(options.quant, int(options.group))
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("experts", total=None)
+        source = TransformersSource(options.model)
+        pack = write_pack(
+            options.out,
+            source,
+            quant,
+            _byte_layout(options.byte_layout),
+            layout=options.layout,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    nbytes = sum(file.stat().st_size for file in Path(options.out).iterdir())
+    print(f"{options.out}: {source.layers} layers x {source.experts} experts, {human_bytes(nbytes)}")
+    logical = pack.manifest.logical_hash
+    print(json.dumps({"pack": options.out, "bytes": nbytes, "logical_hash": logical}, separators=(",", ":")))
+    return 0
+
+
+def _byte_layout(name: str):  # type: ignore[no-untyped-def]
+    if name == "plain":
+        from moebench.store.plain import PlainLayout
+
+        return PlainLayout()
+    from moebench.backends.torch_bytes import TorchCpuLayout
+
+    return TorchCpuLayout()

@@ -1,0 +1,122 @@
+"""``moebench trace import|stats|synth``: routing traces in and out of moebench's one format."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from moebench import geometry
+from moebench.commands.words import build, describe, parse
+from moebench.config import option
+from moebench.errors import UsageError, unknown
+from moebench.plugins import load_plugins
+from moebench.trace.format import Trace, load
+
+
+@dataclass(frozen=True)
+class ImportOptions:
+    """A recording made by another tool."""
+
+    path: str = dataclasses.field(metadata={"help": "recording to read"})
+    out: str = dataclasses.field(metadata={"help": "trace file to write"})
+    format: Literal["npz", "csv", "jsonl"] = option(
+        "npz", "npz has meta.json beside it; csv and jsonl have a row per token"
+    )
+    experts: int | None = option(None, "experts per layer, needed for csv and jsonl")
+    source: str = option("", "where the recording comes from, kept in the trace")
+
+    def __post_init__(self) -> None:
+        if (self.format == "npz") == (self.experts is not None):
+            raise UsageError(
+                "trace import: experts=N belongs to format=csv and format=jsonl, which need it, and to no other"
+            )
+        if self.format == "npz" and self.source:
+            raise UsageError(
+                "trace import: source=TEXT belongs to format=csv and format=jsonl; npz names its source in meta.json"
+            )
+
+
+@dataclass(frozen=True)
+class StatsOptions:
+    """A trace to describe."""
+
+    path: str = dataclasses.field(metadata={"help": "trace file"})
+
+
+@dataclass(frozen=True)
+class SynthOptions:
+    """Where a synthetic trace goes and whose shape it has."""
+
+    out: str = dataclasses.field(metadata={"help": "trace file to write"})
+    model: str | None = option(None, "take layers, experts and top_k of this geometry")
+
+
+def main(words: Sequence[str]) -> int:
+    """Dispatch to one subcommand; each prints one JSON line last."""
+    if not words or words[0] in ("-h", "--help"):
+        print(f"usage: moebench trace {'|'.join(SUBCOMMANDS)} KEY=VALUE ...")
+        return 0 if words else 2
+    if words[0] not in SUBCOMMANDS:
+        raise unknown("trace subcommand", words[0], SUBCOMMANDS)
+    return SUBCOMMANDS[words[0]](words[1:])
+
+
+def _import(words: Sequence[str]) -> int:
+    options = parse(words, ImportOptions, "trace import")
+    if options is None:
+        return 0
+    from moebench.trace import importers
+
+    if options.format == "npz":
+        return _save(importers.import_npz(options.path), options.out)
+    read = importers.import_csv if options.format == "csv" else importers.import_jsonl
+    return _save(read(options.path, options.experts, {"source": options.source}), options.out)
+
+
+def _stats(words: Sequence[str]) -> int:
+    options = parse(words, StatsOptions, "trace stats")
+    if options is None:
+        return 0
+    from moebench.trace.stats import statistics
+
+    numbers = statistics(load(options.path))
+    for name, value in numbers.items():
+        if not isinstance(value, list):
+            print(f"{name:<20} {json.dumps(value)}")
+    print(json.dumps(numbers, sort_keys=True, separators=(",", ":")))
+    return 0
+
+
+def _synth(words: Sequence[str]) -> int:
+    from moebench.trace.synthetic import SyntheticSpec, synthesize
+
+    own = [word for word in words if word.partition("=")[0] in ("out", "model", "-h", "--help")]
+    options = parse(own, SynthOptions, "trace synth")
+    if options is None:
+        print(describe(SyntheticSpec, "trace synth"), end="")
+        return 0
+    shape = {}
+    if options.model:
+        chosen = geometry.load(load_plugins().model_path(options.model))
+        shape = {"layers": chosen.layers, "experts": chosen.experts, "top_k": chosen.top_k}
+    spec = parse([word for word in words if word not in own], SyntheticSpec, "trace synth")
+    changed = {
+        f.name: getattr(spec, f.name) for f in dataclasses.fields(SyntheticSpec) if getattr(spec, f.name) != f.default
+    }
+    if clash := set(shape) & set(changed):
+        raise UsageError(f"trace synth: {', '.join(sorted(clash))} is given by model={options.model}")
+    return _save(synthesize(build(SyntheticSpec, {**shape, **changed}, "trace synth")), options.out)
+
+
+def _save(trace: Trace, out: str) -> int:
+    path = trace.save(out)
+    shape = {"tokens": trace.tokens, "layers": trace.layers, "experts": trace.expert_count, "top_k": trace.top_k}
+    print(f"wrote {path}: {', '.join(f'{value} {name}' for name, value in shape.items())}")
+    print(json.dumps({"path": str(path), "hash": trace.hash, **shape}, separators=(",", ":")))
+    return 0
+
+
+SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"import": _import, "stats": _stats, "synth": _synth}
