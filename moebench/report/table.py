@@ -6,6 +6,7 @@ for all rows stands above the table once. Knows rows, no files.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TextIO
 
@@ -67,7 +68,9 @@ def number(value: float) -> str:
     size = abs(value)
     if size >= 100:
         return f"{value:.0f}"
-    return f"{value:.1f}" if size >= 10 else f"{value:.2f}" if size >= 1 else f"{value:.3f}"
+    if size >= 1:
+        return f"{value:.1f}" if size >= 10 else f"{value:.2f}"
+    return f"{value:.{max(3, -math.floor(math.log10(size)))}f}"
 
 
 def cell(row: Row, name: str) -> str:

@@ -1,0 +1,192 @@
+"""Every number of a profile has a unit and a source, and interpolation stays within what was declared."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moebench import geometry, hardware
+from moebench.hardware import NUMBERS, HardwareError, ReadCurve
+from moebench.machine import Machine, detect, environment
+from moebench.plugins import load_plugins
+
+SHIPPED = ("m4pro", "m2_16gb", "rtx5090_32gb")
+
+
+@pytest.fixture
+def data(monkeypatch, tmp_path):
+    monkeypatch.setenv("MOEBENCH_HOME", str(tmp_path))
+    return yaml.safe_load(load_plugins().hardware_path("m4pro").read_text())
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_profiles_load_and_name_things_that_exist(name, monkeypatch, tmp_path):
+    monkeypatch.setenv("MOEBENCH_HOME", str(tmp_path))
+    registry = load_plugins()
+    profile = hardware.load(registry.hardware_path(name))
+    assert profile.id == name
+    assert profile.model in registry.models
+    assert profile.engine in registry.engines
+    assert profile.constants().name == profile.stack
+    for quantity in profile.quantities.values():
+        assert quantity.kind in hardware.SOURCES
+        assert len(quantity.text) > 5
+    assert profile.unified == ("bandwidth.h2d_gb_s" not in profile.quantities)
+    assert pickle.loads(pickle.dumps(profile)) == profile
+
+
+def leaves(data):
+    for name in NUMBERS:
+        section, key = name.split(".")
+        if key in data[section]:
+            yield data[section], key, name
+    for stack, body in data["stacks"].items():
+        for key in body:
+            yield body, key, f"stacks.{stack}.{key}"
+
+
+@pytest.mark.parametrize("missing", ["unit", "source"])
+def test_a_number_without_unit_or_source_is_refused_wherever_it_stands(data, missing):
+    count = 0
+    for index in range(len(list(leaves(data)))):
+        broken = copy.deepcopy(data)
+        holder, key, name = list(leaves(broken))[index]
+        del holder[key][missing]
+        with pytest.raises(HardwareError, match=name):
+            hardware.from_dict(broken, "x.yaml")
+        count += 1
+    assert count >= 12
+
+
+@pytest.mark.parametrize(
+    ("entry", "word"),
+    [
+        (24, "value, unit, source"),
+        ({"value": 24, "unit": "GB", "source": "datasheet: x y z"}, "must be in GiB"),
+        ({"value": 24, "unit": "GiB", "source": "rumour: x"}, "datasheet, paper, measured, estimate"),
+        ({"value": 24, "unit": "GiB", "source": "datasheet:"}, "datasheet, paper, measured, estimate"),
+        ({"value": "24", "unit": "GiB", "source": "datasheet: x"}, "must be a number"),
+        ({"value": -1, "unit": "GiB", "source": "datasheet: x"}, "at least 0"),
+        ({"value": float("nan"), "unit": "GiB", "source": "datasheet: x"}, "must be a number"),
+        ({"value": True, "unit": "GiB", "source": "datasheet: x"}, "must be a number"),
+    ],
+)
+def test_a_bad_number_says_what_is_wrong(data, entry, word):
+    data["memory"]["ram_gib"] = entry
+    with pytest.raises(HardwareError, match=word):
+        hardware.from_dict(data, "x.yaml")
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda d: d.update(extra=1),
+        lambda d: d.pop("title"),
+        lambda d: d["memory"].update(rom_gib=1),
+        lambda d: d["memory"].pop("reserve_gib"),
+        lambda d: d.update(unified=False),  # a device of its own needs link and device memory
+        lambda d: d.update(stack="none"),
+        lambda d: d["read_curve"].pop("source"),
+        lambda d: d["read_curve"].update(unit="MB/s"),
+        lambda d: d["read_curve"]["rows"].pop(),
+        lambda d: d["read_curve"]["depths"].reverse(),
+    ],
+)
+def test_an_incomplete_profile_is_one_clear_line(data, spoil):
+    spoil(data)
+    with pytest.raises(HardwareError) as caught:
+        hardware.from_dict(data, "x.yaml")
+    assert str(caught.value).startswith("x.yaml")
+    assert "\n" not in str(caught.value)
+
+
+axes = st.lists(st.integers(1, 10**5), min_size=1, max_size=4, unique=True).map(
+    lambda xs: tuple(float(x) for x in sorted(xs))
+)
+
+
+@st.composite
+def curves(draw):
+    sizes, depths = draw(axes), draw(axes)
+    rates = st.floats(0.001, 20)
+    rows = tuple(tuple(draw(rates) for _ in depths) for _ in sizes)
+    return ReadCurve(sizes, depths, rows, "measured", "made up")
+
+
+@settings(max_examples=80, deadline=None)
+@given(curves(), st.floats(1, 1e9), st.floats(0.5, 1e6), st.floats(0.5, 1e6))
+def test_reads_never_get_slower_with_depth_and_stay_within_the_curve(curve, nbytes, one, other):
+    shallow, deep = (curve.gb_s(nbytes, depth) for depth in sorted((one, other)))
+    flat = [rate for row in curve.rows for rate in row]
+    assert shallow <= deep * (1 + 1e-9)
+    assert min(flat) * (1 - 1e-9) <= shallow
+    assert deep <= max(flat) * (1 + 1e-9)
+
+
+def test_interpolation_meets_the_points_and_is_logarithmic_between():
+    curve = ReadCurve((64.0, 256.0), (1.0, 4.0), ((1.0, 4.0), (4.0, 16.0)), "measured", "made up")
+    assert curve.gb_s(64 * 1024, 1) == pytest.approx(1.0)
+    assert curve.gb_s(256 * 1024, 4) == pytest.approx(16.0)
+    assert curve.gb_s(128 * 1024, 1) == pytest.approx(2.0)
+    assert curve.gb_s(128 * 1024, 2) == pytest.approx(4.0)
+
+
+def test_latency_is_depth_over_throughput(data):
+    profile = hardware.from_dict(data, "x")
+    assert profile.read_latency_s(10**6, 4) == pytest.approx(4 * 10**6 / profile.read_gb_s(10**6, 4) / 1e9)
+
+
+def test_numbers_have_short_names_and_unknown_ones_are_errors(data):
+    profile = hardware.from_dict(data, "x")
+    assert profile.ram_gib == profile.number("memory.ram_gib") == 24
+    with pytest.raises(HardwareError, match="h2d_gb_s"):
+        profile.number("bandwidth.h2d_gb_s")
+    with pytest.raises(AttributeError):
+        profile.nonsense  # noqa: B018
+    with pytest.raises(HardwareError, match="mlx_python"):
+        profile.constants("cuda")
+
+
+def test_constants_of_another_machine_are_marked(data):
+    transferred = hardware.from_dict(data, "x").constants("mlx_python").transferred
+    assert transferred == {"step_floor_ms": "m2_16gb"}
+
+
+def test_a_profile_matches_its_machine_only(data):
+    profile = hardware.from_dict(data, "x")
+    assert profile.matches(Machine("Apple M4 Pro", "", 24.0))
+    assert not profile.matches(Machine("Apple M4 Pro", "", 48.0))
+    assert not profile.matches(Machine("Apple M2", "", 24.0))
+    data["match"] = None
+    assert not hardware.from_dict(data, "x").matches(Machine("Apple M4 Pro", "", 24.0))
+
+
+def test_this_machine_is_described_without_names():
+    import getpass
+    import platform
+
+    machine, text = detect(), str(environment())
+    assert machine.cpu
+    assert machine.ram_gib > 0.1
+    assert platform.python_version() in text
+    for private in (platform.node(), getpass.getuser()):
+        assert private not in text.split() or len(private) < 3
+
+
+def test_shipped_geometries_give_the_published_sizes():
+    shape = geometry.load("qwen3.6-35b-a3b")
+    assert shape.expert_bytes == 1_769_472
+    assert shape.routed_bytes == pytest.approx(18.12e9, rel=1e-3)
+    assert shape.routed_bytes + shape.dense_bytes == pytest.approx(19.5e9, rel=2e-3)
+    ling = geometry.load("ling-3.0-tiny-8b")
+    assert ling.routed_bytes + ling.dense_bytes == pytest.approx(4_508_697_328, rel=1e-6)
+    counts = {"qwen3-30b-a3b": 30_532_122_624, "olmoe-1b-7b": 6_919_161_856, "mixtral-8x7b": 46_702_792_704}
+    for name, count in (counts | {"deepseek-v2-lite": 15_706_484_224}).items():
+        shape = geometry.load(name)
+        assert shape.keys * shape.expert_parameters + shape.dense_parameters == count
+    assert all(geometry.load(name).sources for name in geometry.names())
