@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch_models import FAMILIES, DictServer, make_backend, make_pack, native_model, run
 
-from moebench.backends.torch_source import geometry_of
+from moebench.backends.torch_source import geometry_of, load_model
 from moebench.routing import law_of_config
 
 TOKENS = np.random.default_rng(0).integers(0, 96, (2, 11))
@@ -94,3 +94,15 @@ def test_geometry_counts_the_model(family):
     backend.reset(1)
     run(backend, server, TOKENS[:1, :5])
     assert backend.kv_bytes() == 5 * 2 * geometry.kv_bytes_per_token  # fp32 here, bf16 in the geometry
+
+
+def test_bf16_keeps_what_the_family_keeps_in_float32(tmp_path):
+    """DeepSeek's router stays float32 in a bf16 model, as from_pretrained keeps it; the source is left alone."""
+    model = native_model("deepseek_v3")
+    model.save_pretrained(tmp_path / "tiny")
+    backend = make_backend(make_pack(tmp_path, model, dtype="bfloat16"), dtype="bfloat16")
+    native = load_model(tmp_path / "tiny", "bfloat16").state_dict()
+    ours = {n: t for n, t in backend.model.state_dict().items() if not t.is_meta}
+    assert {n: t.dtype for n, t in ours.items()} == {n: native[n].dtype for n in ours}
+    assert all(torch.equal(t, native[n]) for n, t in ours.items())
+    assert {t.dtype for t in model.state_dict().values()} == {torch.float32}

@@ -26,7 +26,7 @@ def test_every_kind_of_kernel_is_reported(pack):
         "expert gate",
         "weighted sum",
     )
-    for kind in (*kinds, "eager attention"):
+    for kind in (*kinds, "eager attention, 4 heads of 16", "heads of 16, padded"):
         assert any(kind in name for name in report), kind
     for entry in report.values():
         assert entry["equal"] == (entry["max_abs_diff"] == 0) == (entry["first_unequal_rows"] is None)

@@ -23,9 +23,13 @@ from moebench.store.layout import TensorSpec
 
 ROWS = (1, 2, 3, 4, 8, 16, 33)
 OUTPUTS = 50_000  # numbers compared per kernel, since a kernel that differs may do so rarely
-PAST = 29  # cached positions before the rows of an attention probe
+PAST, PADDING = (
+    29,
+    13,
+)  # cached positions before the rows of an attention probe, and how many are masked in a padded one
 
 Kernel = Callable[[torch.Tensor], torch.Tensor]
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # (rows at once, the same rows alone)
 
 
 @contextmanager
@@ -45,11 +49,9 @@ def probe_kernels(model: nn.Module) -> dict[str, Any]:
     with torch.inference_mode():
         rowwise = _row_kernels(model, random)
         report = {name: _compare(kernel, width, dtype, random) for name, kernel, width, dtype in rowwise}
-        for module in attention_modules(model):
-            name, many, single = _attention(module, random)
-            if name not in report:
-                one_by_one = single(max(ROWS))
-                report[name] = _verdict([(many(n), one_by_one[:n]) for n in ROWS])
+        distinct = {head_shape(module): module for module in attention_modules(model)}
+        for module in distinct.values():
+            report |= {name: _verdict(pairs) for name, pairs in _attention(module, random)}
     return report
 
 
@@ -65,7 +67,7 @@ def require_row_invariance(report: dict[str, Any]) -> None:
 
 
 def _compare(kernel: Kernel, width: int, dtype: torch.dtype, random: torch.Generator) -> dict[str, Any]:
-    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    pairs: Pairs = []
     while sum(single.numel() for _, single in pairs) < OUTPUTS:
         x = torch.randn(max(ROWS), width, generator=random).to(dtype)
         single = torch.cat([kernel(x[i : i + 1]) for i in range(len(x))])
@@ -73,7 +75,7 @@ def _compare(kernel: Kernel, width: int, dtype: torch.dtype, random: torch.Gener
     return _verdict(pairs)
 
 
-def _verdict(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Any]:
+def _verdict(pairs: Pairs) -> dict[str, Any]:
     unequal = [len(many) for many, single in pairs if not torch.equal(many, single)]
     largest = max((many.float() - single.float()).abs().max().item() for many, single in pairs)
     return {"equal": not unequal, "max_abs_diff": largest, "first_unequal_rows": min(unequal, default=None)}
@@ -121,8 +123,8 @@ def _first_output(module: nn.Module) -> Kernel:
     return kernel
 
 
-def _attention(module: nn.Module, random: torch.Generator) -> tuple[str, Kernel, Kernel]:
-    """(name, n rows in one causal window, n rows one by one) over random queries and a cache of PAST positions."""
+def _attention(module: nn.Module, random: torch.Generator) -> Iterator[tuple[str, Pairs]]:
+    """Causal windows against rows one by one, over PAST cached positions; then with masked padding against none."""
     kind = module.config._attn_implementation
     function = sys.modules[type(module).__module__].eager_attention_forward
     if kind != "eager":
@@ -133,15 +135,19 @@ def _attention(module: nn.Module, random: torch.Generator) -> tuple[str, Kernel,
     shapes = ((heads, max(ROWS), key_size), (kv_heads, length, key_size), (kv_heads, length, value_size))
     q, k, v = (torch.randn(1, *shape, generator=random).to(dtype) for shape in shapes)
 
-    def window(first: int, n: int) -> torch.Tensor:
+    def window(first: int, n: int, start: int = 0, padding: int = 0) -> torch.Tensor:
         end = PAST + first + n
-        mask = torch.full((n, end), torch.finfo(dtype).min, dtype=dtype).triu(PAST + first + 1)[None, None]
-        rows = q[:, :, first : first + n]
-        out, _ = function(module, rows, k[:, :, :end], v[:, :, :end], mask if n > 1 else None, scaling=module.scaling)
-        return out[0]
+        mask = torch.full((n, end), torch.finfo(dtype).min, dtype=dtype).triu(PAST + first + 1)
+        mask[:, :padding] = torch.finfo(dtype).min
+        mask = mask[None, None] if n > 1 or padding else None
+        rows, keys, values = q[:, :, first : first + n], k[:, :, start:end], v[:, :, start:end]
+        return function(module, rows, keys, values, mask, scaling=module.scaling)[0][0]
 
     name = f"{kind} attention, {heads} heads of {key_size}"
-    return name, lambda n: window(0, n), lambda n: torch.cat([window(i, 1) for i in range(n)])
+    alone = torch.cat([window(i, 1) for i in range(max(ROWS))])
+    yield name, [(window(0, n), alone[:n]) for n in ROWS]
+    alone = torch.cat([window(i, 1, start=PADDING) for i in range(max(ROWS))])
+    yield f"{name}, padded", [(window(0, n, padding=PADDING), alone[:n]) for n in ROWS]
 
 
 def _shape(tensor: torch.Tensor | TensorSpec) -> str:

@@ -77,8 +77,7 @@ class TransformersSource:
 
     def __init__(self, model: str | Path | PreTrainedModel, dtype: str = "bfloat16") -> None:
         if isinstance(model, PreTrainedModel):
-            name, digest = type(model).__name__, _parameters_hash(model)
-            self._model = model.to(float_type(dtype))
+            name, digest, self._model = type(model).__name__, _parameters_hash(model), model
         else:
             self._model = load_model(model, dtype)
             name, digest = Path(model).resolve().name, _folder_hash(Path(model))
@@ -86,25 +85,28 @@ class TransformersSource:
         self.layers, self.experts = len(self._modules), self._modules[0].num_experts
         config = self._model.config.to_dict()
         config.pop("_name_or_path", None)
-        self.model = {"name": name, "config": config, "weights_hash": digest, "dtype": dtype}
+        self._dtype, self.model = dtype, {"name": name, "config": config, "weights_hash": digest, "dtype": dtype}
 
     def expert(self, layer: int, expert: int) -> dict[str, np.ndarray]:
         """Canonical tensors of one expert, fp32 [out, in] or [out]."""
         module, tensors = self._modules[layer], {}
         for name, parameter in expert_parameters(module).items():
-            value = parameter.detach()[expert].float()
+            value = parameter.detach()[expert].to(float_type(self._dtype)).float()
             turned = value.T if module.is_transposed and value.dim() == 2 else value
             tensors[name] = turned.contiguous().numpy()
         return tensors
 
     def write_dense(self, path: Path) -> int:
-        """Write all other parameters and persistent buffers, tied ones once; returns the file's bytes."""
-        routed = expert_names(self._model)
+        """Write all other parameters and persistent buffers, tied ones once; returns the file's bytes.
+
+        Each tensor has the dtype that the family gives it in a model of this dtype: some keep float32.
+        """
+        routed, wanted = expert_names(self._model), empty_model(self.model["config"], self._dtype).state_dict()
         tensors, seen = {}, set()
         for name, tensor in self._model.state_dict().items():
             if name not in routed and tensor.data_ptr() not in seen:
                 seen.add(tensor.data_ptr())
-                tensors[name] = tensor.detach().contiguous()
+                tensors[name] = tensor.detach().to(wanted[name].dtype).contiguous()
         save_file(tensors, path)
         return Path(path).stat().st_size
 
