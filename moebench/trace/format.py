@@ -158,14 +158,16 @@ class Trace:
         named = {"experts": self.experts, "phase": self.phase, "sequence": self.sequence, "position": self.position}
         if self.weights is not None:
             named["weights"] = self.weights
-        return {**named, **{f"channel.{name}": array for name, array in self.channels.items()}}
+        named |= {f"channel.{name}": array for name, array in self.channels.items()}
+        # safetensors writes memory order, whatever the strides say
+        return {name: np.ascontiguousarray(array) for name, array in named.items()}
 
     @cached_property
     def hash(self) -> str:
         """xxh3-128 over names, dtypes, shapes and little-endian bytes of all arrays, and the number of experts."""
         digest = xxhash.xxh3_128(f"moebench trace, {self.expert_count} experts".encode())
         for name, array in sorted(self._arrays().items()):
-            canonical = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+            canonical = array.astype(array.dtype.newbyteorder("<"), copy=False)
             digest.update(f"\n{name} {canonical.dtype.kind}{canonical.dtype.itemsize} {canonical.shape}\n".encode())
             digest.update(canonical.tobytes())
         return digest.hexdigest()
