@@ -1,4 +1,4 @@
-"""Third parties register through the hooks of the built-in systems; a broken one costs one warning line and nothing else."""
+"""Third parties register through the hooks of the built-in systems; a broken one costs one warning line."""
 
 from __future__ import annotations
 

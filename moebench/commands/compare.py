@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from rich.console import Console
 
 from moebench.commands import compose
 from moebench.commands.run import finish, run_cell
 from moebench.commands.words import describe, parse
 from moebench.config import RunConfig, option
-from moebench.errors import UsageError
+from moebench.errors import UsageError, unknown
 from moebench.plugins import Registry, load_plugins
 
 
@@ -35,10 +34,10 @@ def main(words: Sequence[str]) -> int:
     registry = load_plugins()
     compose.register_groups(registry)
     configs = plan(options, [word for word in words if word not in own], registry)
-    console, rows = Console(stderr=True), []
+    rows = []
     for number, config in enumerate(configs, 1):
-        with console.status(f"{config.system} ({number} of {len(configs)})"):
-            rows += run_cell(config)
+        print(f"{config.system} ({number} of {len(configs)})", file=sys.stderr)
+        rows += run_cell(config)
     return finish(rows)
 
 
@@ -61,8 +60,10 @@ def plan(options: CompareOptions, words: Sequence[str], registry: Registry) -> l
             if head not in chosen:
                 raise UsageError(f"{word}: {head} is not compared; compared are {', '.join(chosen)}")
             knobs.setdefault(head, []).append(f"system.{tail}={word.partition('=')[2]}")
-        else:
+        elif head in (*compose.OPTIONS, "hydra"):
             common.append(word)
+        else:
+            raise unknown("option", head, (*compose.OPTIONS, "systems", "baselines"))
     configs = []
     for name in chosen:
         (job,) = compose.jobs([f"system={name}", *common, *knobs.get(name, [])], registry, sweep=False)

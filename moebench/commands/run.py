@@ -60,20 +60,24 @@ def main(words: Sequence[str]) -> int:
             return 1
     finally:
         sys.argv = before
-    if len(failures) == 1 and not rows:
+    if parsed.cfg or parsed.info:
+        return 0
+    if failures and not rows:
         raise failures[0]
     for error in failures:
         print(f"moebench: error: {' '.join(str(error).split())}", file=sys.stderr)
-    if parsed.cfg or parsed.info:
-        return 0
     return finish(rows) or int(bool(failures))
 
 
 def run_cell(config: RunConfig) -> list[result.Row]:
     """Run one cell and write its rows; returns them."""
     from moebench import harness
+    from moebench.harness.run import WRONG_USE
 
-    rows = list(harness.run(config))
+    try:
+        rows = list(harness.run(config))
+    except WRONG_USE as error:
+        raise UsageError(str(error)) from error
     for row in rows:
         print(f"wrote {result.write(row, Path(config.out))}", file=sys.stderr)
     return rows

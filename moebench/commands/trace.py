@@ -13,7 +13,7 @@ from moebench.commands.words import build, describe, parse
 from moebench.config import option
 from moebench.errors import UsageError, unknown
 from moebench.plugins import load_plugins
-from moebench.trace.format import Trace, load
+from moebench.trace.format import Trace, TraceError, load
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,10 @@ def main(words: Sequence[str]) -> int:
         return 0 if words else 2
     if words[0] not in SUBCOMMANDS:
         raise unknown("trace subcommand", words[0], SUBCOMMANDS)
-    return SUBCOMMANDS[words[0]](words[1:])
+    try:
+        return SUBCOMMANDS[words[0]](words[1:])
+    except TraceError as error:
+        raise UsageError(str(error)) from error
 
 
 def _import(words: Sequence[str]) -> int:

@@ -1,0 +1,210 @@
+"""The dispatcher and the plain commands: light to start, clear when wrong, honest about this machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moebench import hardware
+from moebench.budget import parse_budget, parse_bytes
+from moebench.cli import COMMANDS, main
+from moebench.commands.words import describe, parse
+from moebench.errors import UsageError
+from moebench.plugins import load_plugins
+from moebench.units import GIB
+
+
+@pytest.fixture(autouse=True)
+def hermetic(monkeypatch, tmp_path):
+    monkeypatch.setenv("MOEBENCH_PLUGINS", "")
+    monkeypatch.setenv("MOEBENCH_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+
+
+HEAVY = ("torch", "transformers", "pandas", "hydra", "omegaconf", "mlx", "numba")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["list", "-v"], ["nonsense"]])
+def test_light_commands_import_nothing_heavy(words):
+    code = (
+        f"import sys; from moebench.cli import main; main({words!r}); print([m for m in {HEAVY!r} if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_help_names_every_command_and_each_has_its_own(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for command in COMMANDS:
+        assert f"  {command} " in text
+        assert main([command, "--help"]) == 0
+        assert f"moebench {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["rnu"], "did you mean run?"),
+        (["list", "sytems"], "did you mean systems?"),
+        (["trace", "statz"], "did you mean stats?"),
+        (["trace", "stats"], "needs path="),
+        (["trace", "stats", "path=nowhere"], "nowhere"),
+        (["trace", "import", "path=x", "out=y", "format=csv"], "experts=N"),
+        (["trace", "synth", "out=x", "skew=steep"], "skew=steep"),
+        (["trace", "synth", "out=x", "model=olmoe-1b-7b", "layers=3"], "layers is given by model"),
+        (["pack", "model=x"], "needs out="),
+        (["pack", "model=x", "out=y"], "config.json"),
+        (["pack", "model=x", "out=y", "quant=int5"], "int4, int8, none"),
+        (["calibrate", "seconds=0"], "1 to 600"),
+        (["calibrate", "secs=3"], "did you mean seconds?"),
+        (["doctor", "fast"], "KEY=VALUE"),
+    ],
+)
+def test_wrong_use_is_one_line_and_exit_code_2(words, hint, capsys):
+    assert main(words) == 2
+    shown = capsys.readouterr()
+    (line,) = shown.err.splitlines()
+    assert line.startswith("moebench: error: ")
+    assert hint in line
+
+
+def test_no_command_is_wrong_use(capsys):
+    assert main([]) == 2
+    assert "usage" in capsys.readouterr().out
+
+
+def test_the_list_shows_all_kinds_and_details_on_demand(capsys):
+    assert main(["list"]) == 0
+    text = capsys.readouterr().out
+    for name in ("slru", "m4pro", "qwen3.6-35b-a3b", "pread"):
+        assert name in text
+    assert main(["list", "models", "hardware", "-v"]) == 0
+    detail = capsys.readouterr().out
+    assert "1769472 B" in detail
+    assert "transferred from m2_16gb" in detail
+    assert "slru" not in detail
+
+
+def test_a_broken_profile_of_the_user_does_not_hide_the_others(tmp_path, capsys):
+    folder = tmp_path / "home" / "hardware"
+    folder.mkdir(parents=True)
+    (folder / "broken.yaml").write_text("id: broken\n")
+    assert main(["list", "hardware"]) == 0
+    shown = capsys.readouterr()
+    assert "m4pro" in shown.out
+    assert "broken.yaml" in shown.err
+
+
+def test_the_doctor_says_what_is_missing_and_what_it_costs(capsys):
+    assert main(["doctor"]) == 0
+    findings = json.loads(capsys.readouterr().out.splitlines()[-1])["findings"]
+    assert {"torch", "O_DIRECT", "io_uring", "fadvise", "drop_caches", "memory limit"} <= {f["name"] for f in findings}
+    assert all(f["without"] for f in findings if not f["ok"])
+    assert not [path for path in Path().iterdir() if path.name != "home"]
+
+
+def test_calibration_writes_a_profile_that_loads_and_leaves_no_file(tmp_path, capsys, monkeypatch):
+    from moebench.commands import calibrate
+
+    monkeypatch.setattr(calibrate, "SIZES_KIB", (64, 1024))
+    monkeypatch.setattr(calibrate, "DEPTHS", (1, 2))
+    assert main(["calibrate", "seconds=1", "file_gib=0.06"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["hw"] == "host"
+    profile = hardware.load(load_plugins().hardware_path("host"))
+    assert {q.kind for q in profile.quantities.values()} == {"measured"}
+    from moebench.machine import detect
+
+    assert profile.matches(detect())
+    assert not [path for path in tmp_path.iterdir() if path.name != "home"]
+
+
+def test_a_synthetic_trace_is_written_and_described(capsys):
+    words = ["model=olmoe-1b-7b", "sequences=1", "prefill=4", "decode=12", "seed=3"]
+    assert main(["trace", "synth", "out=a.safetensors", *words]) == 0
+    first = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (first["layers"], first["experts"], first["top_k"], first["tokens"]) == (16, 64, 8, 16)
+    assert main(["trace", "stats", "path=a.safetensors"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["tokens"] == 16
+    assert main(["trace", "synth", "out=b.safetensors", *words[:-1], "seed=4"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["hash"] != first["hash"]
+
+
+@dataclass(frozen=True)
+class Words:
+    """Every type of option."""
+
+    count: int = field(metadata={"help": "how many"})
+    share: float = 0.5
+    name: str = "x"
+    quick: bool = False
+    cap: int | None = None
+    kind: Literal["a", "b"] = "a"
+    parts: tuple[str, ...] = ()
+
+
+@given(st.integers(), st.floats(allow_nan=False), st.text().filter(str.strip), st.booleans(), st.none() | st.integers())
+def test_what_is_written_as_words_is_read_back(count, share, name, quick, cap):
+    words = [
+        f"count={count}",
+        f"share={share!r}",
+        f"name={name}",
+        f"quick={quick}",
+        f"cap={cap}",
+        "kind=b",
+        "parts=p,q",
+    ]
+    assert parse(words, Words, "test") == Words(count, share, name, quick, cap, "b", ("p", "q"))
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("count=x", "a whole number"),
+        ("share=much", "a number"),
+        ("quick=perhaps", "true, false"),
+        ("cap=x", "a whole number"),
+        ("kind=c", "a, b"),
+        ("kound=a", "did you mean"),
+        ("loose", "count"),
+    ],
+)
+def test_a_bad_word_says_what_would_do(word, hint):
+    with pytest.raises(UsageError, match=hint):
+        parse(["count=1", word] if not word.startswith("count") else [word], Words, "test")
+
+
+def test_missing_and_doubled_words_are_refused():
+    with pytest.raises(UsageError, match="needs count="):
+        parse([], Words, "test")
+    with pytest.raises(UsageError, match="twice"):
+        parse(["count=1", "count=2"], Words, "test")
+
+
+def test_help_shows_types_defaults_and_texts():
+    text = describe(Words, "test")
+    for part in ("count=a whole number", "how many", "[required]", "kind=a|b", "[false]", "cap=a whole number|none"):
+        assert part in text
+
+
+@given(st.floats(1e-6, 1.0), st.integers(1, 10**12))
+def test_a_fraction_never_exceeds_the_routed_bytes(fraction, routed):
+    assert 0 <= parse_budget(str(fraction), routed) <= routed
+
+
+def test_budgets_are_fractions_or_sizes():
+    assert parse_budget("0.25", 1000) == 250
+    assert parse_budget("1", 1000) == 1000
+    assert parse_budget("3GiB", 1000) == parse_budget("3.0 gib", 1) == 3 * GIB
+    assert parse_bytes("1.5GB") == 1_500_000_000
+    for wrong in ("0", "-0.1", "1.5", "3", "GiB", "3 parsecs", "", "nan", "0GiB"):
+        with pytest.raises(UsageError):
+            parse_budget(wrong, 1000)
