@@ -7,6 +7,7 @@ and every expert is loaded once. Knows hooks, tickets and tiers; knows no system
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -40,6 +41,8 @@ class Experts:
         self.in_flight: dict[int, Ticket] = {}  # transfers into the device tier
         self.loading: dict[int, Ticket] = {}  # reads into the host tier
         self.temporary: set[int] = set()
+        self._wave: set[int] = set()
+        self._reading_ahead = False  # a prefetch never waits and never copies victims down
         self.windows = [0.0] * geometry.layers
         self.read_estimate_s = self.copy_estimate_s = 0.0
         self.view = View(self)
@@ -118,7 +121,6 @@ class Experts:
             order = self._start(layer, wave)
             pending = [k for k in order if k in self.in_flight]
             now = [k for k in wave if k not in self.in_flight] if pending else wave
-            device.lease(now)
             if index == 0:  # after the layer's own reads are under way, before its compute
                 self._prefetch(layer)
             if self._timed:
@@ -126,6 +128,7 @@ class Experts:
             try:
                 yield from self._compute(base, now, pending, rows_each)
             finally:
+                self._wave = set()
                 device.release(k for k in wave if device.slot(k) >= 0 and not device.is_in_flight(k))
                 if self.temporary:
                     device.drop(k for k in wave if k in self.temporary and device.slot(k) >= 0 and k not in self.in_flight)
@@ -142,7 +145,6 @@ class Experts:
                 timeline.compute_experts(len(now), round(rows_each * len(now)))
             for key in pending:
                 self._await(key)
-                device.lease((key,))
                 yield key - base, device.arena[device._slot_of[key]] if real else None
                 timeline.compute_experts(1, round(rows_each))
             return
@@ -151,7 +153,6 @@ class Experts:
             arrived = [k for k in waiting if timeline.is_ready(self.in_flight[k])]
             for key in arrived:
                 self._await(key)
-                device.lease((key,))
                 waiting.remove(key)
                 ready.append(key)
             key = order(ready, waiting, self.view)
@@ -163,7 +164,6 @@ class Experts:
                 timeline.compute_experts(1, round(rows_each))
             else:
                 self._await(key)
-                device.lease((key,))
                 waiting.remove(key)
                 ready.append(key)
 
@@ -189,10 +189,10 @@ class Experts:
                     self._await(key)
 
     def _start(self, layer: int, wave: list[int]) -> list[int]:
-        """Make every expert of the wave resident or in flight; returns those still in flight, in waiting order."""
+        """Make every expert of the wave leased or in flight; returns those that had to be waited for, in that order."""
         device = self.device
-        held = [k for k in wave if device._slot_of[k] >= 0 and k not in self.in_flight]
-        device.lease(held)  # what this wave needs is never a victim of its own misses
+        self._wave = set(wave)  # what this wave needs is never a victim: leased now, or as soon as it arrives
+        device.lease(k for k in wave if device._slot_of[k] >= 0 and k not in self.in_flight)
         joined = [k for k in wave if k in self.in_flight]
         for key in joined:
             self._promote(key)
@@ -206,34 +206,32 @@ class Experts:
                 if sorted(planned) != sorted(missing):
                     raise PluginError(f"plan_reads returned {planned} for {missing}; it may only reorder")
                 missing = planned
-            self._make_room(layer, len(missing), wave)
+            self._make_room(layer, len(missing), wait=True)
             self._fetch(missing, DEMAND)
             self.record.demand_reads += len(missing)
-        device.release(held)
         return joined + missing
 
-    def _make_room(self, layer: int, need: int, wave: Sequence[int] | None) -> int:
+    def _make_room(self, layer: int, need: int, wait: bool) -> int:
         """Free slots for ``need`` experts of ``layer`` and return how many are free.
 
-        A demand gives its ``wave`` and waits, if nothing else is left to evict, for prefetches outside it; a prefetch gives
-        None, makes what room it can and never waits.
+        A demand waits, if nothing else is left to evict, for prefetches outside its wave; a prefetch makes what room it can.
         """
         device = self.device
         while (short := need - device.free_slots(layer)) > 0:
             candidates = device.evictable(layer)
             if len(candidates):
                 self._evict(device, layer, min(short, len(candidates)), candidates)
-            elif wave is not None and (other := self._flying_elsewhere(layer, wave)) is not None:
+            elif wait and (other := self._flying_elsewhere(layer)) is not None:
                 self._await(other)
             else:
                 break
         return device.free_slots(layer)
 
-    def _flying_elsewhere(self, layer: int, wave: Sequence[int]) -> int | None:
-        """The oldest transfer that holds a slot ``layer`` could use and that ``wave`` does not need."""
+    def _flying_elsewhere(self, layer: int) -> int | None:
+        """The oldest transfer that holds a slot ``layer`` could use and that the wave does not need."""
         for key in self.in_flight:
             same = self.device.scope == "shared" or key // self.geometry.experts == layer
-            if same and key not in wave:
+            if same and key not in self._wave:
                 return key
         return None
 
@@ -243,14 +241,14 @@ class Experts:
             self.timeline.promote(self.loading[key])
 
     def _evict(self, tier: Tier, layer: int, need: int, candidates: np.ndarray) -> None:
-        if self.hooks.evict is None or need == len(candidates):
+        if self.hooks.evict is None:
             victims = candidates[:need].tolist()
         else:
             victims = np.asarray(self.hooks.evict(tier.name, need, candidates, self.view), np.int64).tolist()
             if len(set(victims)) < need or not tier.may_leave(victims, layer):
                 raise PluginError(f"evict returned {victims[:8]}; it must return {need} distinct ones of its candidates")
         self.record.evictions += len(victims)
-        if tier is self.device and self.keep_evicted:
+        if tier is self.device and self.keep_evicted and not self._reading_ahead:
             self._demote(victims)
         tier.drop(victims)
 
@@ -268,7 +266,7 @@ class Experts:
                 self.record.copies += 1
 
     def _host_room(self, key: int) -> bool:
-        """Free one host slot; False if every host slot is in flight."""
+        """Free one host slot; False if every host slot is in flight and, for a prefetch, always rather than wait."""
         layer = key // self.geometry.experts
         while not self.host.free_slots(layer):
             candidates = self.host.evictable(layer)
@@ -278,6 +276,8 @@ class Experts:
                 self.host.drop(doubled[:1].tolist())
             elif len(candidates):
                 self._evict(self.host, layer, 1, candidates)
+            elif self._reading_ahead:
+                return False
             elif self.loading:
                 self._landed(next(iter(self.loading)))
             elif self.in_flight:
@@ -320,6 +320,8 @@ class Experts:
         self.record.stall_s += stall
         del self.in_flight[key]
         self.device.complete(key)
+        if key in self._wave:
+            self.device.lease((key,))
         if key in self.loading:
             self._landed(key)
 
@@ -338,13 +340,29 @@ class Experts:
         if wanted is None:
             return
         keys = [k for k in dict.fromkeys(np.asarray(wanted, np.int64).tolist()) if k not in self.device]
-        started = []
-        for key in keys:
-            if self._make_room(key // self.geometry.experts, 1, None) < 1:
-                continue
+        self._reading_ahead = True
+        if self.host is None:
+            chosen: list[int] = []
+            taken: Counter[int] = Counter()  # slots spoken for, by layer where layers do not share
+            for key in keys:
+                layer = key // self.geometry.experts
+                group = layer if self.device.scope == "per_layer" else 0
+                if self._make_room(layer, taken[group] + 1, wait=False) > taken[group]:
+                    taken[group] += 1
+                    chosen.append(key)
+            self._fetch(chosen, PREFETCH)
+        else:
+            chosen = [k for k in keys if self._ahead_through_host(k)]
+        self.record.prefetch_reads += len(chosen)
+        self._reading_ahead = False
+
+    def _ahead_through_host(self, key: int) -> bool:
+        """Start one prefetch by way of a host slot, if both tiers have room."""
+        room = key in self.host or self._host_room(key)
+        if room and self._make_room(key // self.geometry.experts, 1, wait=False):
             self._fetch([key], PREFETCH)
-            started.append(key)
-        self.record.prefetch_reads += len(started)
+            return True
+        return False
 
     def _observe_window(self, layer: int) -> None:
         now = self.timeline.now()

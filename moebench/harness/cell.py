@@ -10,6 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from moebench import machine
 from moebench.config import RunConfig
 from moebench.engine.loop import Loop, replay
 from moebench.errors import UsageError
@@ -141,7 +142,7 @@ def _live(cell: Cell, registry: Registry, progress: Progress) -> Row:
     exact = config.numerics == "row_invariant"
     backend = TorchBackend(
         model.pack, model.pack.dense_path, model.config,
-        attention="eager" if exact else "sdpa", numerics="row_invariant" if exact else "free",
+        attention="eager" if exact else "sdpa", numerics=config.numerics,
     )  # fmt: skip
     prompts = _prompts(cell)
     ids = [model.tokenizer(p)["input_ids"] for p in prompts]
@@ -260,7 +261,7 @@ def _row(
         model=cell.model,
         workload_name=workload["kind"] if config.model == "auto" else config.workload.name,
         config={**config.resolved(), "engine": cell.engine, "model": cell.model},
-        environment=environment.describe(),
+        environment=machine.environment(),
         workload=workload,
         protocol={
             "clock": cell.clock,
@@ -286,7 +287,7 @@ def failed_row(cell: Cell, error: Exception) -> Row:
         model=cell.model,
         workload_name=cell.config.workload.name,
         config={**cell.config.resolved(), "engine": cell.engine, "model": cell.model},
-        environment=environment.describe(),
+        environment=machine.environment(),
         workload={"kind": cell.config.workload.kind, "seed": cell.config.workload.seed, "hash": ""},
         protocol={"clock": cell.clock, "why": cell.why},
         metrics=missing,

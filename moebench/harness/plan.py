@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moebench import geometry as geometries
-from moebench import hardware
+from moebench import hardware, machine
 from moebench.config import RunConfig
 from moebench.errors import UsageError, unknown
 from moebench.geometry import Geometry
@@ -99,7 +99,7 @@ def _replay(common: dict, path: Path) -> Cell:
 
 def _clock(config: RunConfig, profile: HardwareProfile) -> tuple[str, str]:
     """Measure where the profile is this machine, model elsewhere, unless told otherwise."""
-    here = profile.id == "host" or profile.matches(hardware.detect())
+    here = profile.id == "host" or profile.matches(machine.detect())
     if config.mode == "measure":
         if not here:
             raise UsageError(f"mode=measure needs the machine itself, and this one is not {profile.title}; use hw=host or mode=model")

@@ -108,7 +108,10 @@ class Tier:
     def lease(self, keys: Iterable[int]) -> None:
         """Protect ready experts from eviction until ``release``."""
         for key in keys:
-            self._state[self._slot_of[key]] = LEASED
+            slot = self._slot_of[key]
+            if slot < 0:
+                raise AssertionError(f"tier {self.name}: key {key} is not resident and cannot be leased")
+            self._state[slot] = LEASED
 
     def release(self, keys: Iterable[int]) -> None:
         """End the leases of ``keys``."""

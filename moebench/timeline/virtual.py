@@ -57,7 +57,8 @@ class VirtualTimeline(Timeline):
             self._serve(cold)
         else:
             self._sweep(now)
-            service = costs.read_s[min(len(costs.read_s) - 1, len(self._queue) + len(cold))]
+            depth = len(self._queue) + len(cold)
+            service = max(costs.read_s[min(len(costs.read_s) - 1, depth)], costs.read_s[1] / depth)
             for ticket in cold:
                 self._queue.append(ticket)
                 self._left[ticket] = service
