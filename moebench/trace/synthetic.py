@@ -135,7 +135,6 @@ def _candidates(spec, draw, zipf, lags, count):
     common = draw.u16(shape) >= spec.topic_share * UNIT
     lag = lags[draw.u16((*shape[:3], spec.top_k))]
     follows = draw.u16(shape) < spec.layer_link * UNIT
-    follows[:, :, 0] = False
     origin = np.maximum.accumulate(np.where(follows, 0, layer), axis=2)
     pick = np.take_along_axis
     return pick(rank, origin, 2), pick(common, origin, 2), pick(lag, origin[..., : spec.top_k], 2)
