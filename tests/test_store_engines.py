@@ -166,6 +166,22 @@ def test_a_failed_request_is_done_only_when_no_thread_fills_its_buffer(pack):
         engine.check_integrity()
 
 
+def test_the_first_error_spares_the_blocks_still_waiting(pack):
+    calls = []
+
+    def read_at(fd, view, offset):
+        calls.append(offset)
+        raise OSError(errno.EIO, "Input/output error")
+
+    with open_engine("pread", pack, threads=1, block_bytes=PAGE) as engine:
+        engine._read_at = read_at
+        for key in (0, 1):
+            with pytest.raises(StoreError, match="EIO"):
+                engine.submit(key, dirty_buffers(pack, 1)[0], PREFETCH).result(timeout=20)
+            engine.check_integrity()
+    assert calls == [0, pack.slot_bytes]
+
+
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_short_reads_go_on_and_endless_ones_are_named(packs, layout, name):

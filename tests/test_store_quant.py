@@ -55,6 +55,11 @@ def test_bf16_is_the_nearest_with_ties_to_even(values):
     assert np.array_equal(to_bf16(from_bf16(bits)), bits)
 
 
+def test_bf16_ties_go_to_the_even_neighbour():
+    ties = np.array([0x3F808000, 0x3F818000, 0xBF808000, 0xBF818000], np.uint32).view(np.float32)
+    assert [hex(bits) for bits in to_bf16(ties)] == ["0x3f80", "0x3f82", "0xbf80", "0xbf82"]
+
+
 def test_bf16_keeps_what_is_not_a_number():
     found = from_bf16(to_bf16(np.array([np.nan, np.inf, -np.inf, 3.4e38], np.float32)))
     assert np.isnan(found[0])
