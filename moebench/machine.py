@@ -31,7 +31,7 @@ def detect() -> Machine:
 
 def environment() -> dict[str, Any]:
     """The environment block of a result: versions, platform and processor, and the source commit where there is one."""
-    versions = {}
+    versions: dict[str, str | None] = {}
     for package in PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)

@@ -1,4 +1,4 @@
-"""Wrong words are one line with the valid choices and exit code 2, before anything runs; results go where they should."""
+"""Wrong words are one line with the valid choices and exit code 2, before anything runs; results land under out."""
 
 from __future__ import annotations
 

@@ -15,10 +15,9 @@ from typing import Any
 
 import psutil
 import yaml
-from rich.console import Console
-from rich.progress import Progress
 
 from moebench import hardware, probes
+from moebench.commands.progress import progress_bar
 from moebench.commands.words import parse
 from moebench.config import option
 from moebench.errors import UsageError
@@ -53,7 +52,7 @@ def main(words: Sequence[str]) -> int:
     if options is None:
         return 0
     out = Path(options.out) if options.out else home() / "hardware" / "host.yaml"
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    with progress_bar() as bar:
         task = bar.add_task("calibrating", total=3 * len(SIZES_KIB) * len(DEPTHS) + 7)
         data = measure(options, lambda: bar.advance(task))
     profile = hardware.from_dict(data, str(out))

@@ -53,7 +53,8 @@ def plan(options: CompareOptions, words: Sequence[str], registry: Registry) -> l
         raise UsageError(f"compare needs systems=a,b; valid: {', '.join(sorted(registry.systems))}")
     if any(word.partition("=")[0] == "system" for word in words):
         raise UsageError("compare takes systems=a,b instead of system=a")
-    common, knobs = [], {}
+    common: list[str] = []
+    knobs: dict[str, list[str]] = {}
     for word in words:
         head, dot, tail = word.partition("=")[0].partition(".")
         if dot and head in registry.systems:

@@ -103,7 +103,9 @@ def _direct(folder: Path) -> Finding:
         try:
             os.close(os.open(file.name, os.O_RDONLY | os.O_DIRECT))
         except OSError as error:
-            return Finding("O_DIRECT", False, f"refused by the file system ({errno.errorcode[error.errno]})", without)
+            return Finding(
+                "O_DIRECT", False, f"refused by the file system ({errno.errorcode[error.errno or 0]})", without
+            )
     return Finding("O_DIRECT", True, "accepted by this file system", without)
 
 

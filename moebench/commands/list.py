@@ -50,7 +50,7 @@ def _system(registry: Registry, name: str, verbose: bool) -> list[str]:
         lines += [f"paper: {spec.paper}"] if spec.paper else []
         lines += [f"needs: {', '.join(spec.needs)}"] if spec.needs else []
         for knob in dataclasses.fields(spec.config):
-            default = knob.default if knob.default is not dataclasses.MISSING else knob.default_factory()  # type: ignore[misc]
+            default = knob.default if knob.default is not dataclasses.MISSING else knob.default_factory()  # type: ignore[misc,operator]
             lines.append(f"system.{knob.name}={default}  {knob.metadata.get('help', '')}".rstrip())
     return lines
 

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
-from rich.progress import Progress
+import numpy as np
 
+from moebench.commands.progress import progress_bar
 from moebench.commands.words import parse
 from moebench.config import option
 from moebench.errors import UsageError
+from moebench.store.layout import ExpertSource, QuantSpec
+from moebench.trace.format import load
 from moebench.units import human_bytes
 
 
@@ -29,7 +31,14 @@ class PackOptions:
     byte_layout: Literal["torch_cpu", "plain"] = option(
         "torch_cpu", "bytes as torch's CPU kernels want them, or portable"
     )
-    layout: Literal["packed", "checkpoint"] = option("packed", "one extent per expert, or scattered as downloaded")
+    layout: Literal["packed", "checkpoint", "ordered"] = option(
+        "packed", "one extent per expert, scattered tensors as downloaded, or extents in the order of a trace"
+    )
+    trace: str = option("", "trace whose most used experts come first in each layer; layout=ordered only")
+
+    def __post_init__(self) -> None:
+        if (self.layout == "ordered") != bool(self.trace):
+            raise UsageError("pack: layout=ordered and trace=FILE belong together")
 
 
 def main(words: Sequence[str]) -> int:
@@ -40,11 +49,10 @@ def main(words: Sequence[str]) -> int:
     if not (Path(options.model) / "config.json").is_file():
         raise UsageError(f"model={options.model} is not a model folder: it has no config.json")
     from moebench.backends.torch_source import TransformersSource
-    from moebench.store.layout import QuantSpec
     from moebench.store.writer import write_pack
 
     quant = QuantSpec(options.quant, int(options.group))
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    with progress_bar() as bar:
         task = bar.add_task("experts", total=None)
         source = TransformersSource(options.model)
         pack = write_pack(
@@ -53,6 +61,7 @@ def main(words: Sequence[str]) -> int:
             quant,
             _byte_layout(options.byte_layout),
             layout=options.layout,
+            order=_order(options.trace, source) if options.trace else None,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     nbytes = sum(file.stat().st_size for file in Path(options.out).iterdir())
@@ -60,6 +69,21 @@ def main(words: Sequence[str]) -> int:
     logical = pack.manifest.logical_hash
     print(json.dumps({"pack": options.out, "bytes": nbytes, "logical_hash": logical}, separators=(",", ":")))
     return 0
+
+
+def _order(path: str, source: ExpertSource) -> np.ndarray:
+    """Expert keys by disk position: layer after layer, in each the most used first, ties by number."""
+    trace = load(path)
+    if (trace.layers, trace.expert_count) != (source.layers, source.experts):
+        raise UsageError(
+            f"trace={path} has {trace.layers} layers of {trace.expert_count} experts,"
+            f" the model {source.layers} of {source.experts}"
+        )
+    keys = [
+        layer * source.experts + np.argsort(-np.bincount(used[used >= 0], minlength=source.experts), kind="stable")
+        for layer, used in ((layer, trace.experts[:, layer].ravel()) for layer in range(trace.layers))
+    ]
+    return np.concatenate(keys)
 
 
 def _byte_layout(name: str):  # type: ignore[no-untyped-def]

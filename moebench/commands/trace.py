@@ -1,4 +1,4 @@
-"""``moebench trace import|stats|synth``: routing traces in and out of moebench's one format."""
+"""``moebench trace import|record|stats|synth``: routing traces in and out of moebench's one format."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from moebench import geometry
+from moebench.commands.progress import progress_bar
 from moebench.commands.words import build, describe, parse
 from moebench.config import option
 from moebench.errors import UsageError, unknown
@@ -25,11 +27,11 @@ class ImportOptions:
     format: Literal["npz", "csv", "jsonl"] = option(
         "npz", "npz has meta.json beside it; csv and jsonl have a row per token"
     )
-    experts: int | None = option(None, "experts per layer, needed for csv and jsonl")
+    experts: int = option(0, "experts per layer, needed for csv and jsonl")
     source: str = option("", "where the recording comes from, kept in the trace")
 
     def __post_init__(self) -> None:
-        if (self.format == "npz") == (self.experts is not None):
+        if (self.format == "npz") == (self.experts > 0):
             raise UsageError(
                 "trace import: experts=N belongs to format=csv and format=jsonl, which need it, and to no other"
             )
@@ -114,6 +116,22 @@ def _synth(words: Sequence[str]) -> int:
     return _save(synthesize(build(SyntheticSpec, {**shape, **changed}, "trace synth")), options.out)
 
 
+def _record(words: Sequence[str]) -> int:
+    from moebench.commands.record import RecordOptions, record
+
+    options = parse(words, RecordOptions, "trace record")
+    if options is None:
+        return 0
+    if options.requests < 1 or options.new_tokens < 2:
+        raise UsageError("trace record: requests must be at least 1 and new_tokens at least 2")
+    if options.model != "tinymoe" and not (Path(options.model) / "config.json").is_file():
+        raise UsageError(f"model={options.model} is neither tinymoe nor a model folder: it has no config.json")
+    with progress_bar() as bar:
+        task = bar.add_task("requests", total=options.requests)
+        trace = record(options, lambda: bar.advance(task))
+    return _save(trace, options.out)
+
+
 def _save(trace: Trace, out: str) -> int:
     path = trace.save(out)
     shape = {"tokens": trace.tokens, "layers": trace.layers, "experts": trace.expert_count, "top_k": trace.top_k}
@@ -122,4 +140,9 @@ def _save(trace: Trace, out: str) -> int:
     return 0
 
 
-SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"import": _import, "stats": _stats, "synth": _synth}
+SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "import": _import,
+    "record": _record,
+    "stats": _stats,
+    "synth": _synth,
+}

@@ -107,7 +107,7 @@ def _names(cls: Any) -> list[str]:
 def _default(entry: dataclasses.Field[Any]) -> str:
     if entry.default is entry.default_factory is dataclasses.MISSING:
         return "required"
-    value = entry.default if entry.default is not dataclasses.MISSING else entry.default_factory()  # type: ignore[misc]
+    value = entry.default if entry.default is not dataclasses.MISSING else entry.default_factory()  # type: ignore[misc,operator]
     return str(value).lower() if isinstance(value, bool) else str(value) if value not in ("", ()) else "empty"
 
 
