@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_right
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import yaml
 
 from moebench.errors import UsageError
 from moebench.machine import Machine
+from moebench.read_curve import ReadCurve
 
 SOURCES = ("datasheet", "paper", "measured", "estimate")
 # name -> (unit, whether every machine has it); the others belong to machines with a device of its own memory.
@@ -58,28 +58,6 @@ class Quantity:
     kind: str
     text: str
     machine: str = ""
-
-
-@dataclass(frozen=True)
-class ReadCurve:
-    """Random-read throughput: ``rows[i][j]`` GB/s for ``sizes_kib[i]`` requests at ``depths[j]`` in flight."""
-
-    sizes_kib: tuple[float, ...]
-    depths: tuple[float, ...]
-    rows: tuple[tuple[float, ...], ...]
-    kind: str
-    text: str
-
-    def gb_s(self, nbytes: float, depth: float) -> float:
-        """Throughput in GB/s at a request size and a queue depth: log-log between points, clamped outside them.
-
-        Never falls with depth: a deeper queue can always be used as a shallower one.
-        """
-        low, high, share = _bracket(self.sizes_kib, nbytes / 1024)
-        near, far, part = _bracket(self.depths, depth)
-        best = [[max(row[: j + 1]) for j in (near, far)] for row in (self.rows[low], self.rows[high])]
-        ends = [math.log(a) * (1 - part) + math.log(b) * part for a, b in best]
-        return math.exp(ends[0] * (1 - share) + ends[1] * share)
 
 
 @dataclass(frozen=True)
@@ -245,13 +223,3 @@ def _curve(body: Any, where: str) -> ReadCurve:
     if len(rows) != len(sizes) or any(len(row) != len(depths) or min(row) <= 0 for row in rows):
         raise HardwareError(f"{where}: read_curve.rows must be {len(sizes)} rows of {len(depths)} positive numbers")
     return ReadCurve(sizes, depths, rows, kind, text)
-
-
-def _bracket(axis: tuple[float, ...], x: float) -> tuple[int, int, float]:
-    """Indices around ``x`` and how far along, logarithmically, it lies between them."""
-    if x <= axis[0]:
-        return 0, 0, 0.0
-    if x >= axis[-1]:
-        return len(axis) - 1, len(axis) - 1, 0.0
-    high = bisect_right(axis, x)
-    return high - 1, high, math.log(x / axis[high - 1]) / math.log(axis[high] / axis[high - 1])

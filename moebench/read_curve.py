@@ -1,0 +1,42 @@
+"""Random-read throughput of a drive over request size and queue depth, and how it is read between the points.
+
+Knows nothing of who declared the numbers beyond the source that stands with them.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ReadCurve:
+    """Random-read throughput: ``rows[i][j]`` GB/s for ``sizes_kib[i]`` requests at ``depths[j]`` in flight."""
+
+    sizes_kib: tuple[float, ...]
+    depths: tuple[float, ...]
+    rows: tuple[tuple[float, ...], ...]
+    kind: str
+    text: str
+
+    def gb_s(self, nbytes: float, depth: float) -> float:
+        """Throughput in GB/s at a request size and a queue depth: log-log between points, clamped outside them.
+
+        Never falls with depth: a deeper queue can always be used as a shallower one.
+        """
+        low, high, share = _bracket(self.sizes_kib, nbytes / 1024)
+        near, far, part = _bracket(self.depths, depth)
+        best = [[max(row[: j + 1]) for j in (near, far)] for row in (self.rows[low], self.rows[high])]
+        ends = [math.log(a) * (1 - part) + math.log(b) * part for a, b in best]
+        return math.exp(ends[0] * (1 - share) + ends[1] * share)
+
+
+def _bracket(axis: tuple[float, ...], x: float) -> tuple[int, int, float]:
+    """Indices around ``x`` and how far along, logarithmically, it lies between them."""
+    if x <= axis[0]:
+        return 0, 0, 0.0
+    if x >= axis[-1]:
+        return len(axis) - 1, len(axis) - 1, 0.0
+    high = bisect_right(axis, x)
+    return high - 1, high, math.log(x / axis[high - 1]) / math.log(axis[high] / axis[high - 1])
