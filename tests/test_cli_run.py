@@ -155,6 +155,13 @@ def test_a_sweep_runs_every_combination_and_prints_one_document(ran, capsys):
     assert sum(line.startswith("{") for line in lines) == 1
 
 
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_flags_may_stand_anywhere(at, ran):
+    words = ["system=lru,slru", "budget=0.2"]
+    assert main(["run", *words[:at], "-m", *words[at:]]) == 0
+    assert [(config.system, config.budget) for config in ran] == [("lru", "0.2"), ("slru", "0.2")]
+
+
 def test_one_failure_in_a_sweep_keeps_the_other_rows(ran, capsys):
     assert main(["run", "-m", "seed=1,13,2"]) == 1
     shown = capsys.readouterr()

@@ -52,7 +52,8 @@ def main(words: Sequence[str]) -> int:
             failures.append(error)
 
     before = sys.argv
-    sys.argv = ["moebench run", *words]
+    flags = [word for word in words if word not in parsed.overrides]
+    sys.argv = ["moebench run", *parsed.overrides, *flags]  # hydra wants them apart
     try:
         task()
     except SystemExit as stop:
@@ -97,4 +98,4 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         raise UsageError(f"run: {message}; flags: -m, --cfg job, --info")
 
     parser.error = refuse  # type: ignore[method-assign,assignment]
-    return parser.parse_args(list(words))
+    return parser.parse_intermixed_args(list(words))
