@@ -69,7 +69,7 @@ def test_a_missing_value_is_a_dash_and_zero_is_zero():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(1234.5, "1234"), (12.34, "12.3"), (1.234, "1.23"), (0.1234, "0.123"), (-0.0004, "-0.0004"), (0, "0")],
+    [(1234.5, "1234"), (12.34, "12.3"), (1.234, "1.23"), (0.1234, "0.123"), (-0.0004, "-0.000400"), (0, "0")],
 )
 def test_numbers_keep_three_digits_and_never_read_as_zero(value, text):
     assert number(value) == text

@@ -62,7 +62,7 @@ def print_table(rows: Sequence[Row], stream: TextIO, width: int | None = None) -
 
 
 def number(value: float) -> str:
-    """A value for people: three significant digits below a thousand, none of them exponents."""
+    """A value for people: three significant digits below a thousand, never an exponent."""
     if value == 0:
         return "0"
     size = abs(value)
@@ -70,7 +70,7 @@ def number(value: float) -> str:
         return f"{value:.0f}"
     if size >= 1:
         return f"{value:.1f}" if size >= 10 else f"{value:.2f}"
-    return f"{value:.{max(3, -math.floor(math.log10(size)))}f}"
+    return f"{value:.{2 - math.floor(math.log10(size))}f}"
 
 
 def cell(row: Row, name: str) -> str:
