@@ -28,6 +28,8 @@ PAST, PADDING = (
     13,
 )  # cached positions before the rows of an attention probe, and how many are masked in a padded one
 
+PADDED = ", padded"
+
 Kernel = Callable[[torch.Tensor], torch.Tensor]
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # (rows at once, the same rows alone)
 
@@ -51,14 +53,19 @@ def probe_kernels(model: nn.Module) -> dict[str, Any]:
         report = {name: _compare(kernel, width, dtype, random) for name, kernel, width, dtype in rowwise}
         distinct = {head_shape(module): module for module in attention_modules(model)}
         for module in distinct.values():
-            report |= {name: _verdict(pairs) for name, pairs in _attention(module, random)}
+            draws = [dict(_attention(module, random)) for _ in range(4)]
+            report |= {name: _verdict([p for draw in draws for p in draw[name]]) for name in draws[0]}
     return report
 
 
 def require_row_invariance(report: dict[str, Any]) -> None:
-    """Raise ``BackendError`` naming the first kernel of ``report`` that is not row-invariant."""
+    """Raise ``BackendError`` naming the first kernel of ``report`` that is not row-invariant.
+
+    Padded attention is reported and not required: padding in front moves the terms of each row's sums, which no number
+    of rows does. So a batch of unequal prompts may differ from each alone in the last bit.
+    """
     for name, entry in report.items():
-        if not entry["equal"]:
+        if not entry["equal"] and not name.endswith(PADDED):
             rows = entry["first_unequal_rows"]
             raise BackendError(
                 f"numerics=row_invariant: here kernel {name} gives other bits for {rows} rows than "
@@ -147,7 +154,7 @@ def _attention(module: nn.Module, random: torch.Generator) -> Iterator[tuple[str
     alone = torch.cat([window(i, 1) for i in range(max(ROWS))])
     yield name, [(window(0, n), alone[:n]) for n in ROWS]
     alone = torch.cat([window(i, 1, start=PADDING) for i in range(max(ROWS))])
-    yield f"{name}, padded", [(window(0, n, padding=PADDING), alone[:n]) for n in ROWS]
+    yield name + PADDED, [(window(0, n, padding=PADDING), alone[:n]) for n in ROWS]
 
 
 def _shape(tensor: torch.Tensor | TensorSpec) -> str:
