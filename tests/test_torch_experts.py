@@ -73,7 +73,10 @@ def test_padding_demands_nothing_and_changes_nothing(packed):
     demands, server.demands = server.demands, []
     backend.reset(1)
     padded = np.concatenate([np.zeros((1, 5), np.int64), TOKENS[:1, :4]], axis=1)
+    server.routing = lambda layer, native: shown.append(native.experts) or native
+    shown = []
     got = run(backend, server, padded, valid=[[False] * 5 + [True] * 4])
+    assert all((ids[:5] == -1).all() and (ids[5:] >= 0).all() for ids in shown)
     assert server.demands[0] == demands[0]
     np.testing.assert_allclose(got, alone, atol=1e-2 * np.abs(alone).max())
     assert (got.argmax(-1) == alone.argmax(-1)).all()

@@ -48,7 +48,7 @@ def test_batch_of_equal_lengths_equals_each_alone(bf16):
 
 
 def test_left_padded_batch_follows_each_alone(bf16):
-    """Padding in front moves the terms of attention's sums, so the last bit may differ; equal lengths are exact above."""
+    """Padding in front moves the terms of attention's sums, so last bits may differ; equal lengths are exact."""
     backend, server = bf16
     lengths = [8, 5, 3]
     valid = np.arange(8) >= 8 - np.array(lengths)[:, None]
