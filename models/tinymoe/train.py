@@ -2,9 +2,10 @@
 
     python -m moebench.models.tinymoe.train --out DIR [--kind moe|draft] [--steps N] [--workers N]
 
-What makes it learn in an hour on two cores: items grow from short to full length over the first part of the
-run, and the loss weighs the written steps and answers far above the prompt. Every batch is a pure function of
-(seed, step), so a run that was interrupted continues exactly where its last checkpoint stands.
+What makes it learn in an hour or so on two cores: items grow from short to full length over the first part of the
+run, and the loss weighs the written steps and answers far above the prompt. Each worker is a process with one
+compute thread, which takes its share of every batch. A batch is a pure function of (seed, step, steps), so a run that
+was interrupted continues with the very data it would have seen.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ import argparse
 import hashlib
 import json
 import math
+import platform
 import random
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
+from transformers import AutoTokenizer
 
 from moebench.models.tinymoe.domains import DOMAINS, Item, generate
 
@@ -140,31 +144,35 @@ def loss_sum(model, ids: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tens
     """Weighted next-token loss (summed) and the auxiliary loss of one padded group."""
     mask = weight.reshape(-1) > 0
     if hasattr(model.config, "num_experts"):
-        out = model(ids, output_router_logits=True, use_cache=False)
+        out = model.model(ids, output_router_logits=True, use_cache=False)
         aux = load_balancing_loss(out.router_logits, mask, model.config.num_experts_per_tok)
     else:
-        out, aux = model(ids, use_cache=False), torch.zeros(())
-    logits, target = out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+        out, aux = model.model(ids, use_cache=False), torch.zeros(())
+    logits, target = model.lm_head(out.last_hidden_state[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()
     return (F.cross_entropy(logits, target, reduction="none") * weight[:, 1:].flatten()).sum(), aux
 
 
-def split(items: list[Item], parts: int) -> list[list[Item]]:
-    """Sort by length and cut into ``parts`` of about equal text, so that padding and idle workers are rare."""
-    items = sorted(items, key=lambda i: len(i.prompt) + len(i.completion))
-    sizes = [len(i.prompt) + len(i.completion) for i in items]
-    groups: list[list[Item]] = [[] for _ in range(parts)]
-    before = 0
-    for item, size in zip(items, sizes, strict=True):
-        groups[min(parts - 1, before * parts // sum(sizes))].append(item)
-        before += size
-    return groups
+def split(items: list[Item], parts: int, tokenizer) -> list[list[Item]]:
+    """Sort by length and cut into ``parts`` of about equal size once padded, so that no worker waits for long."""
+    sizes = {id(i): len(tokenizer(i.prompt + i.completion)["input_ids"]) for i in items}
+    items = sorted(items, key=lambda i: sizes[id(i)])
+    if parts == 1:
+        return [items]
+
+    def padded(cut: int) -> int:
+        return abs(cut * sizes[id(items[cut - 1])] - (len(items) - cut) * sizes[id(items[-1])])
+
+    cut = min(range(1, len(items)), key=padded)
+    return [items[:cut], items[cut:]]
 
 
-def gradients(model, ids: torch.Tensor, weight: torch.Tensor, norm: float, parts: int):
-    """Gradients of one group's share of the loss; one worker thread runs this with one compute thread."""
-    total, aux = loss_sum(model, ids, weight)
-    grads = torch.autograd.grad(total / norm + AUX_LOSS_COEF * aux / parts, list(model.parameters()))
-    return grads, total.item() / norm, aux.item()
+def all_reduce(tensors: list[torch.Tensor]) -> None:
+    """Sum tensors over all workers in place, as one message."""
+    if dist.is_initialized():
+        flat = torch.cat([t.reshape(-1) for t in tensors])
+        dist.all_reduce(flat)
+        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(part.view_as(tensor))
 
 
 @torch.no_grad()
@@ -179,73 +187,74 @@ def teacher_forced_accuracy(model, tokenizer, count: int = 64) -> dict[str, floa
     return scores
 
 
-def train(kind: str, out: Path, steps: int, seed: int, save_every: int, workers: int) -> None:
-    """Train to ``steps``, checkpointing into ``out/state.pt``; write the bf16 checkpoint and its provenance."""
+def train(rank: int, kind: str, out: Path, steps: int, seed: int, save_every: int, workers: int) -> None:
+    """One worker: train to ``steps``; the first one checkpoints into ``out/state.pt`` and writes the bf16 checkpoint."""
+    torch.set_num_threads(1)
+    if workers > 1:
+        dist.init_process_group("gloo", init_method=f"file://{out.resolve()}/rendezvous", rank=rank, world_size=workers)
     torch.manual_seed(seed)
-    out.mkdir(parents=True, exist_ok=True)
-    tokenizer = build_tokenizer(out)
+    tokenizer = AutoTokenizer.from_pretrained(out)
     model = build_model(kind, tokenizer)
     parameters = list(model.parameters())
-    pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
-    decay = [p for p in model.parameters() if p.dim() >= 2]
-    plain = [p for p in model.parameters() if p.dim() < 2]
+    decay, plain = [p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]
     optimizer = torch.optim.AdamW(
         [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], betas=(0.9, 0.98), fused=True
     )
-    first, tokens, seconds, loss = 0, 0, 0.0, math.nan
+    first, tokens, seconds, sessions = 0, 0, 0.0, []
     state_file = out / "state.pt"
     if state_file.exists():
         state = torch.load(state_file, weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        first, tokens, seconds = state["step"], state["tokens"], state["seconds"]
-        print(f"resuming at step {first}", flush=True)
+        first, tokens, seconds, sessions = state["step"], state["tokens"], state["seconds"], state["sessions"]
+    sessions.append({"from_step": first, "script_sha256": script_hashes()})
     started, running = time.perf_counter(), math.nan
     for step in range(first, steps):
         warm = min(1.0, (step + 1) / 200)
         lr = PEAK_LR[kind] * warm * max(0.01, 0.5 * (1 + math.cos(math.pi * step / steps)))
         for group in optimizer.param_groups:
             group["lr"] = lr
-        groups = [encode(items, tokenizer) for items in split(batch(seed, step, steps), workers)]
+        groups = [encode(items, tokenizer) for items in split(batch(seed, step, steps), workers, tokenizer)]
         norm = sum(float(w[:, 1:].sum()) for _, w in groups)
-        shares = list(pool.map(lambda g: gradients(model, *g, norm, len(groups)), groups))
-        for i, parameter in enumerate(parameters):
-            parameter.grad = sum(grads[i] for grads, _, _ in shares)
-        loss, aux = sum(s[1] for s in shares), sum(s[2] for s in shares) / len(shares)
+        total, aux = loss_sum(model, *groups[rank])
+        (total / norm + AUX_LOSS_COEF * aux / workers).backward()
+        figures = torch.stack([total.detach() / norm, aux.detach() / workers])
+        all_reduce([*(p.grad for p in parameters), figures])
         tokens += sum(int((w > 0).sum()) for _, w in groups)
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        loss = figures[0].item()
         running = loss if math.isnan(running) else 0.98 * running + 0.02 * loss
-        if (step + 1) % 50 == 0:
-            elapsed = seconds + time.perf_counter() - started
-            print(f"step {step + 1}/{steps} loss {running:.4f} aux {aux:.3f} lr {lr:.1e} "
+        elapsed = seconds + time.perf_counter() - started
+        if rank == 0 and (step + 1) % 50 == 0:
+            print(f"step {step + 1}/{steps} loss {running:.4f} aux {figures[1].item():.3f} lr {lr:.1e} "
                   f"tokens {tokens} elapsed {elapsed:.0f}s", flush=True)  # fmt: skip
-        if (step + 1) % save_every == 0 or step + 1 == steps:
+        if rank == 0 and ((step + 1) % save_every == 0 or step + 1 == steps):
             print("accuracy", {k: round(v, 2) for k, v in teacher_forced_accuracy(model, tokenizer).items()}, flush=True)
-            elapsed = seconds + time.perf_counter() - started
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
-            torch.save({**state, "tokens": tokens, "seconds": elapsed}, out / "state.tmp")
+            torch.save({**state, "tokens": tokens, "seconds": elapsed, "sessions": sessions}, out / "state.tmp")
             (out / "state.tmp").replace(state_file)
-    model.to(torch.bfloat16).save_pretrained(out)
-    seconds += time.perf_counter() - started
-    write_provenance(kind, out, model, seed=seed, steps=steps, workers=workers, tokens=tokens, seconds=seconds, loss=running)
+    if rank == 0:
+        model.to(torch.bfloat16).save_pretrained(out)
+        facts = {"seed": seed, "steps": steps, "workers": workers, "tokens": tokens}
+        write_provenance(kind, out, model, sessions, **facts, seconds=round(elapsed), loss=round(running, 4))
 
 
-def write_provenance(kind: str, out: Path, model, **facts) -> None:
-    """Record what produced the weights: script hashes, seed, steps, tokens, time, loss, versions."""
-    import platform
-
-    import transformers
-
+def script_hashes() -> dict[str, str]:
+    """SHA-256 of the scripts that decide what the weights become."""
     here = Path(__file__).parent
-    scripts = {name: hashlib.sha256((here / name).read_bytes()).hexdigest() for name in ("train.py", "domains.py")}
+    return {name: hashlib.sha256((here / name).read_bytes()).hexdigest() for name in ("train.py", "domains.py")}
+
+
+def write_provenance(kind: str, out: Path, model, sessions: list[dict], **facts) -> None:
+    """Record what produced the weights: scripts of each session, seed, steps, tokens, time, loss, versions."""
     record = {
         "model": "tinymoe" if kind == "moe" else "tinymoe-draft",
         "parameters": sum(p.numel() for p in model.parameters()),
-        "script_sha256": scripts,
         **facts,
-                "torch": torch.__version__,
+        "sessions": sessions,
+        "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
         "processor": platform.machine(),
@@ -255,16 +264,20 @@ def write_provenance(kind: str, out: Path, model, **facts) -> None:
 
 
 def main() -> None:
-    """Parse the command line and train."""
+    """Parse the command line, make the tokenizer and start the workers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", choices=("moe", "draft"), default="moe")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=8000)
+    parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--seed", type=int, default=20260901)
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=int, choices=(1, 2), default=2)
     parser.add_argument("--save-every", type=int, default=250)
     args = parser.parse_args()
-    train(args.kind, args.out, args.steps, args.seed, args.save_every, args.workers)
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "rendezvous").unlink(missing_ok=True)
+    build_tokenizer(args.out)
+    job = (args.kind, args.out, args.steps, args.seed, args.save_every, args.workers)
+    torch.multiprocessing.spawn(train, job, nprocs=args.workers)
 
 
 if __name__ == "__main__":
