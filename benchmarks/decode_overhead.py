@@ -23,7 +23,7 @@ from moebench.backends.probe import plain_kernels
 from moebench.backends.torch_bytes import TorchCpuLayout
 from moebench.backends.torch_model import TorchBackend
 from moebench.backends.torch_source import TransformersSource
-from moebench.engine.step import DECODE, PREFILL, Step
+from moebench.step import DECODE, PREFILL, Step
 from moebench.store.layout import QuantSpec
 from moebench.store.pages import aligned_buffer
 from moebench.store.writer import write_pack

@@ -1,3 +1,6 @@
 """moebench: storage-streamed Mixture-of-Experts systems, measured and modeled in one table."""
 
-__version__ = "0.1.0"
+from moebench.api import compare, run
+from moebench.version import __version__
+
+__all__ = ["__version__", "compare", "run"]

@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Sequence
 
 from moebench.errors import UsageError, unknown
-from moebench.geometry import GeometryError
 
 COMMANDS = {
     "run": "run one system on one machine with one workload; -m sweeps",
@@ -44,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output is gone: nobody is left to tell
         return 1
-    except (UsageError, GeometryError) as error:
+    except UsageError as error:
         if debug:
             traceback.print_exc()
         return _fail(str(error), 2)
@@ -59,7 +58,7 @@ def _dispatch(words: list[str]) -> int:
         print(usage(), end="")
         return 0 if words else 2
     if words[0] == "--version":
-        from moebench import __version__
+        from moebench.version import __version__
 
         print(f"moebench {__version__}")
         return 0

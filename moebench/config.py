@@ -49,10 +49,11 @@ class RunConfig:
         "auto", "auto (tinymoe live and the profile's reference geometry), tinymoe, a geometry, or a folder"
     )
     workload: WorkloadConfig = field(default_factory=WorkloadConfig, metadata={"help": "what is asked of the model"})
-    budget: str = option("0.15", "bytes for expert weights: a fraction of the routed experts, or a size such as 3GiB")
+    budget: str = option("0.25", "bytes for expert weights: a fraction of the routed experts, or a size such as 3GiB")
     memory: str | None = option(None, "cap on all memory that the run books, such as 6GiB")
     quant: Literal["int4", "int8", "none"] = option("int4", "stored precision of expert weights")
     layout: Literal["packed", "checkpoint", "ordered"] = option("packed", "order of experts in the pack")
+    order: str = option("", "trace whose most used experts come first; layout=ordered, tinymoe ships its own")
     engine: str = option("auto", "read engine; auto takes the system's own, else the profile's")
     numerics: Literal["row_invariant", "fast"] = option(
         "row_invariant", "kernels whose rows do not depend on their neighbours"
@@ -61,7 +62,9 @@ class RunConfig:
         "auto", "clock: auto measures on a matching machine, models elsewhere"
     )
     scope: Literal["shared", "per_layer"] = option("shared", "whether all layers share the cache slots")
-    quality: Literal["none", "quick", "local"] = option("none", "quality suite to run beside speed")
+    quality: Literal["none", "quick", "local"] = option(
+        "quick", "quality suite to run beside speed; quick has 8 items per task, local 100"
+    )
     repeats: int = option(1, "times the whole workload is measured")
     warmup_tokens: int = option(16, "decoded tokens before counting starts")
     chunk: int = option(32, "prompt tokens in one prefill pass")
@@ -72,6 +75,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         _at_least("run", self, repeats=1, warmup_tokens=0, chunk=1, seed=0)
         parse_budget(self.budget, 1)
+        if self.order and self.layout != "ordered":
+            raise UsageError("order=TRACE has an effect with layout=ordered only")
         if self.memory is not None:
             parse_bytes(self.memory, "memory")
         if self.warmup_tokens > self.workload.new_tokens - 2 and self.workload.kind != "trace":

@@ -7,18 +7,18 @@ flat key is ``layer * experts + expert``. Knows no weights and no devices.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from moebench.errors import UsageError
 from moebench.units import align_up
 
 QUANT_BITS = {"none": 16.0, "int8": 8.0, "int4": 4.0}
 
 
-class GeometryError(ValueError):
+class GeometryError(UsageError):
     """A model geometry that contradicts itself or is not known."""
 
 
@@ -26,9 +26,9 @@ class GeometryError(ValueError):
 class Geometry:
     """Sizes of one MoE model; every derived byte and FLOP count has its formula here.
 
-    ``other_parameters`` counts what is neither a routed expert nor a shared expert: embeddings, attention, routers, norms.
-    ``kv_bytes_per_token`` is the state that grows with context, over all layers; ``fixed_state_bytes`` the state that does not
-    (recurrent and convolution states). Shared experts are always resident and count as dense weights.
+    ``other_parameters`` counts what is neither a routed expert nor a shared expert: embeddings, attention, routers,
+    norms. ``kv_bytes_per_token`` is the state that grows with context, over all layers; ``fixed_state_bytes`` the state
+    that does not (recurrent and convolution states). Shared experts are always resident and count as dense weights.
     """
 
     name: str
@@ -60,7 +60,9 @@ class Geometry:
 
     @property
     def bits_per_weight(self) -> float:
-        """Stored bits per expert weight: q plus a bf16 scale and a bf16 bias per group (int4), one scale a row (int8)."""
+        """Stored bits per expert weight: q plus a bf16 scale and a bf16 bias per group (int4), one scale a row
+        (int8).
+        """
         if self.quant == "int4":
             return 4.0 + 32.0 / self.group
         return QUANT_BITS[self.quant]
@@ -115,22 +117,12 @@ class Geometry:
         return 2.0 * self.expert_parameters
 
 
-def names() -> list[str]:
-    """Geometries that ship with moebench (``models/*.yaml``)."""
-    folder = resources.files("moebench.models")
-    return sorted(p.name[:-5] for p in folder.iterdir() if p.name.endswith(".yaml"))
-
-
-def load(name: str | Path) -> Geometry:
-    """Read a geometry by shipped name or from a YAML file; unknown keys and names are errors that list what is valid."""
-    path = Path(name)
-    if path.suffix in (".yaml", ".yml"):
-        text = path.read_text()
-    elif str(name) in names():
-        text = resources.files("moebench.models").joinpath(f"{name}.yaml").read_text()
-    else:
-        raise GeometryError(f"unknown model geometry {name!r}; valid: {', '.join(names())}, or a path to a YAML file")
-    return from_dict(yaml.safe_load(text), where=str(name))
+def load(path: str | Path) -> Geometry:
+    """Read a geometry from a YAML file; unknown and missing keys are errors that list the valid ones."""
+    try:
+        return from_dict(yaml.safe_load(Path(path).read_text()), where=str(path))
+    except (OSError, yaml.YAMLError) as error:
+        raise GeometryError(f"{path}: {' '.join(str(error).split())}") from None
 
 
 def from_dict(data: Any, where: str = "geometry") -> Geometry:

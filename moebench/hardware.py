@@ -37,7 +37,7 @@ NUMBERS = {
     "compute.bf16_tflops": ("TFLOP/s", True),
     "compute.int4_tflops": ("TFLOP/s", True),
 }
-STACK_NUMBERS = {"per_load_ms": "ms", "host_sync_us": "us", "step_floor_ms": "ms"}
+STACK_NUMBERS = {"per_load_ms": "ms", "host_sync_us": "us", "layer_floor_us": "us"}
 SECTIONS = ("memory", "storage", "bandwidth", "compute")
 KEYS = {"id", "title", "match", "model", "engine", "stack", "unified", "read_curve", "stacks", *SECTIONS}
 
@@ -62,12 +62,14 @@ class Quantity:
 
 @dataclass(frozen=True)
 class Stack:
-    """What a software stack adds on this machine: per expert load, per step and per read-back by the host."""
+    """What a software stack adds on this machine: per expert load, per layer at the least, and per read-back by the
+    host.
+    """
 
     name: str
     per_load_ms: float
     host_sync_us: float
-    step_floor_ms: float
+    layer_floor_us: float
     quantities: dict[str, Quantity]
 
     @property

@@ -9,15 +9,17 @@ from array import array
 
 import numpy as np
 
-from moebench.engine.step import PREFILL
 from moebench.hookspecs import hookimpl
+from moebench.step import PREFILL
 from moebench.units import GB, MIB
 
 P99_MINIMUM = 100
 
 
 class Metrics:
-    """Accumulates one run. ``storage_bytes`` is a callable giving what storage has delivered so far, or None if unknown."""
+    """Accumulates one run. ``storage_bytes`` is a callable giving what storage has delivered so far, or None if
+    unknown.
+    """
 
     def __init__(self, warmup_tokens: int, storage_bytes) -> None:
         self.warmup_tokens, self.storage_bytes = warmup_tokens, storage_bytes
@@ -86,8 +88,16 @@ class Metrics:
             "tpot_p50_ms": (rank(0.50), "", len(samples)),
             "tpot_p95_ms": (rank(0.95), "", len(samples)),
             "tpot_p99_ms": (rank(0.99), "", len(samples)) if len(samples) >= P99_MINIMUM else (None, few, len(samples)),
-            "hit_rate": (self.hits / self.requests if self.requests else None, "no expert was requested", self.requests),
-            "late_rate": (self.late / self.requests if self.requests else None, "no expert was requested", self.requests),
+            "hit_rate": (
+                self.hits / self.requests if self.requests else None,
+                "no expert was requested",
+                self.requests,
+            ),
+            "late_rate": (
+                self.late / self.requests if self.requests else None,
+                "no expert was requested",
+                self.requests,
+            ),
             "ssd_mib_per_token": (self.bytes / tokens / MIB, "", tokens),
             "reads_per_token": ((self.demand_reads + self.prefetch_reads) / tokens, "", tokens),
             "stall_ms_per_token": (self.stall_s / tokens * 1e3, "", tokens),

@@ -57,6 +57,10 @@ class Registry:
 
     def hardware_path(self, name: str) -> Path:
         """The YAML file of a hardware profile; an unknown name says where a user's own profile goes."""
+        if name == "host" and name not in self.hardware:
+            raise UsageError(
+                "hw=host is this machine, which was not measured yet: run 'moebench calibrate' first (minutes)"
+            )
         if name not in self.hardware:
             raise unknown("hardware", name, self.hardware, f"; your own go to {home() / 'hardware'}/NAME.yaml")
         return self.hardware[name]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from moebench.engine.step import Routing
+from moebench.step import Routing
 
 LAWS = ("softmax_topk", "topk_softmax", "sigmoid_group")
 

@@ -21,8 +21,8 @@ SIZINGS = ("budget", "minimal", "full")
 class RunContext:
     """What a system may know when it is built, before the first request.
 
-    ``slots`` counts the experts that the fastest tier holds, ``scope`` is ``shared`` or ``per_layer``. ``future`` is given to
-    oracles only: the demands to come, as (layer, keys) in the order of the loop.
+    ``slots`` counts the experts that the fastest tier holds, ``scope`` is ``shared`` or ``per_layer``. ``future`` is
+    given to oracles only: the demands to come, as (layer, keys) in the order of the loop.
     """
 
     geometry: Geometry
@@ -41,13 +41,13 @@ class NoKnobs:
 class SystemSpec:
     """One registered system.
 
-    ``config`` is a frozen dataclass type with a default for every field; ``make(config, run)`` builds the plugin object;
-    ``fidelity(config)`` is ``exact`` (native routing is executed), ``advisory`` (native, predictions only prefetch) or
-    ``altered`` (other experts run). ``timing_dependent``: decisions depend on when reads finish. ``needs`` names artefacts
-    or trace channels; ``baseline`` puts the system into every comparison, and so does ``oracle``, a bound that no real system
-    reaches; ``engine`` is the read engine used when none is asked for.
-    ``sizing`` says how many cache slots it gets: what the ``budget`` holds, the ``minimal`` one layer of one token needs, or
-    ``full``, all experts, loaded before the first request.
+    ``config`` is a frozen dataclass type with a default for every field; ``make(config, run)`` builds the plugin
+    object; ``fidelity(config)`` is ``exact`` (native routing is executed), ``advisory`` (native, predictions only
+    prefetch) or ``altered`` (other experts run). ``timing_dependent``: decisions depend on when reads finish. ``needs``
+    names artefacts or trace channels; ``baseline`` puts the system into every comparison, and so does ``oracle``, a
+    bound that no real system reaches; ``engine`` is the read engine used when none is asked for.
+    ``sizing`` says how many cache slots it gets: what the ``budget`` holds, the ``minimal`` one layer of one token
+    needs, or ``full``, all experts, loaded before the first request.
     """
 
     id: str

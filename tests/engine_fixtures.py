@@ -77,7 +77,9 @@ class Watch:
 
 
 class Adversary:
-    """Does the least helpful legal thing, at random: evicts anything, prefetches anything, refuses admission, shuffles."""
+    """Does the least helpful legal thing, at random: evicts anything, prefetches anything, refuses admission,
+    shuffles.
+    """
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)

@@ -1,4 +1,6 @@
-"""Acquisition keeps its promises under any legal plugin: every demanded expert once, budgets, leases, bytes conserved."""
+"""Acquisition keeps its promises under any legal plugin: every demanded expert once, budgets, leases, bytes
+conserved.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,11 @@ from hypothesis import strategies as st
 
 from moebench.engine.acquire import PluginError
 from moebench.engine.loop import replay, replay_steps
-from moebench.engine.step import Routing
 from moebench.hookspecs import hookimpl
 from moebench.plugins import load_plugins
 from moebench.residency.replay import replay as cache_replay
 from moebench.residency.tier import IN_FLIGHT, LEASED
+from moebench.step import Routing
 
 
 def served(experts, trace, batch=1, chunk=4):
@@ -89,8 +91,12 @@ def test_the_loop_and_the_cache_replay_evict_the_same_victims_one_by_one(system,
             log.append([])
 
     evict = plugin.policy.victims
-    plugin.policy.victims = lambda candidates, need: log[-1].extend(v := evict(candidates, need).tolist()) or np.array(v)
-    experts = make_experts([Log(), plugin], slots, scope)  # bound last first: Log opens the event before the policy acts
+    plugin.policy.victims = lambda candidates, need: (
+        log[-1].extend(v := evict(candidates, need).tolist()) or np.array(v)
+    )
+    experts = make_experts(
+        [Log(), plugin], slots, scope
+    )  # bound last first: Log opens the event before the policy acts
     replay(trace, experts, chunk=4)
     expected = cache_replay(trace, system, slots, scope, chunk=4, victims=True).victims
     assert [sorted(v) for v in log] == [sorted(v) for v in expected]

@@ -1,4 +1,6 @@
-"""The modeled clock: never backwards, demand before prefetch, throughput bounded by the device, stalls bounded by reads."""
+"""The modeled clock: never backwards, demand before prefetch, throughput bounded by the device, stalls bounded by
+reads.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Exact systems give the very bits of everything resident: for any cache size, engine, layout, order, tier and policy."""
+"""Exact systems give the very bits of everything resident: for any cache size, engine, layout, order, tier and
+policy.
+"""
 
 from __future__ import annotations
 
@@ -162,9 +164,9 @@ def test_switching_an_expert_would_show(lab, resident):
 
         @hookimpl
         def route(self, layer, native):
-            from moebench.engine.step import Routing
+            from moebench.step import Routing
 
             return Routing((native.experts + 1) % 8, native.weights) if layer == 0 else None
 
-    tokens, logits = lab.run([Swap()])
+    _, logits = lab.run([Swap()])
     assert not np.array_equal(logits, resident[1])

@@ -8,7 +8,7 @@ import torch
 from torch_models import DictServer, make_backend, make_pack, native_model, run
 
 from moebench.backends.torch_experts import BackendError, expert_modules, expert_parameters
-from moebench.engine.step import Routing
+from moebench.step import Routing
 from moebench.store.layout import QuantSpec
 from moebench.store.quant import dequantize, quantize
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from moebench.engine.step import DECODE, PREFILL, VERIFY, Routing, Step
+from moebench.step import DECODE, PREFILL, VERIFY, Routing, Step
 from moebench.trace import format as trace_format
 from moebench.trace.format import Trace, TraceError, load
 from moebench.trace.record import Recorder

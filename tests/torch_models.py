@@ -10,7 +10,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from moebench.backends.torch_bytes import TorchCpuLayout
 from moebench.backends.torch_model import TorchBackend
 from moebench.backends.torch_source import TransformersSource
-from moebench.engine.step import DECODE, Step
+from moebench.step import DECODE, Step
 from moebench.store.layout import QuantSpec
 from moebench.store.pages import aligned_buffer
 from moebench.store.writer import write_pack

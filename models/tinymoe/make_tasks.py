@@ -33,7 +33,8 @@ def draw(domain: str, count: int, seed: str, taken: set[str]) -> list[Item]:
 def write(path: Path, items: list[Item]) -> None:
     """One JSON object a line: domain, prompt, answer and the whole completion."""
     lines = [
-        json.dumps({"domain": i.domain, "prompt": i.prompt, "answer": i.answer, "completion": i.completion}) for i in items
+        json.dumps({"domain": i.domain, "prompt": i.prompt, "answer": i.answer, "completion": i.completion})
+        for i in items
     ]
     path.write_text("\n".join(lines) + "\n")
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from moebench.engine.step import Routing, Step
+from moebench.step import Routing, Step
 
 
 class ExpertServer(Protocol):
@@ -21,15 +21,16 @@ class ExpertServer(Protocol):
         """Decide the routing of one MoE layer and yield its experts.
 
         Returns the routing to execute and an iterator of (expert id, bytes); each expert that a valid row needs comes
-        exactly once, in any order. The bytes (uint8, the pack's tensor layout) are valid until the next item is asked for.
+        exactly once, in any order. The bytes (uint8, the pack's tensor layout) are valid until the next item is asked
+        for.
         """
 
 
 class Backend(ABC):
     """One loaded model. Expert parameters are never allocated; only the dense weights are.
 
-    Contract: outputs do not depend on the order in which the server yields experts. ``forward`` runs one step and returns
-    logits as float32 numpy [B, V] of each sequence's last valid row (or [N, V] with ``all_rows``).
+    Contract: outputs do not depend on the order in which the server yields experts. ``forward`` runs one step and
+    returns logits as float32 numpy [B, V] of each sequence's last valid row (or [N, V] with ``all_rows``).
     """
 
     @abstractmethod
@@ -42,7 +43,9 @@ class Backend(ABC):
 
     @abstractmethod
     def probe_row_invariance(self) -> dict[str, Any]:
-        """Run every kernel in use over one row and over many; report which are bit-identical and the largest difference."""
+        """Run every kernel in use over one row and over many; report which are bit-identical and the largest
+        difference.
+        """
 
     @property
     @abstractmethod

@@ -18,8 +18,8 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moebench.backends.base import ExpertServer
-from moebench.engine.step import ABSENT, Routing
 from moebench.errors import MoebenchError
+from moebench.step import ABSENT, Routing
 from moebench.store.layout import TensorSpec
 
 NAME = "moebench"

@@ -21,7 +21,7 @@ from moebench.backends.base import Backend, ExpertServer
 from moebench.backends.probe import plain_kernels, probe_kernels, require_row_invariance
 from moebench.backends.torch_experts import BackendError, expert_modules, install
 from moebench.backends.torch_source import empty_model, expert_names, float_type, load_model
-from moebench.engine.step import Step
+from moebench.step import Step
 
 ATTENTIONS = ("eager", "sdpa")
 NUMERICS = ("row_invariant", "fast")

@@ -17,13 +17,13 @@ import psutil
 import yaml
 
 from moebench import hardware, probes
-from moebench.commands.progress import progress_bar
 from moebench.commands.words import parse
 from moebench.config import option
 from moebench.errors import UsageError
 from moebench.machine import detect
 from moebench.plugins import home
 from moebench.probes import Samples
+from moebench.progress import progress_bar
 from moebench.units import GIB, KIB
 
 SIZES_KIB = (4, 16, 64, 256, 1024, 4096)
@@ -136,12 +136,7 @@ def measure(options: CalibrateOptions, tick: Callable[[], None]) -> dict[str, An
             "moebench": {
                 "per_load_ms": taken(handed, "ms", "work handed to a thread and its result taken back"),
                 "host_sync_us": number(0, "us", "the processor computes, so nothing is read back"),
-                "step_floor_ms": number(
-                    40 * 60 * dispatch / 1e3,
-                    "ms",
-                    f"40 layers of 60 tensor operations at {dispatch:.2f} us",
-                    "estimate",
-                ),
+                "layer_floor_us": number(60 * dispatch, "us", f"60 tensor operations at {dispatch:.2f} us", "estimate"),
             }
         },
     }

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
-from moebench.commands.progress import progress_bar
 from moebench.commands.words import parse
 from moebench.config import option
 from moebench.errors import UsageError
-from moebench.store.layout import ExpertSource, QuantSpec
-from moebench.trace.format import load
+from moebench.harness.order import read_order
+from moebench.progress import progress_bar
+from moebench.store.layout import QuantSpec
 from moebench.units import human_bytes
 
 
@@ -61,7 +59,7 @@ def main(words: Sequence[str]) -> int:
             quant,
             _byte_layout(options.byte_layout),
             layout=options.layout,
-            order=_order(options.trace, source) if options.trace else None,
+            order=read_order(options.trace, source) if options.trace else None,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     nbytes = sum(file.stat().st_size for file in Path(options.out).iterdir())
@@ -69,21 +67,6 @@ def main(words: Sequence[str]) -> int:
     logical = pack.manifest.logical_hash
     print(json.dumps({"pack": options.out, "bytes": nbytes, "logical_hash": logical}, separators=(",", ":")))
     return 0
-
-
-def _order(path: str, source: ExpertSource) -> np.ndarray:
-    """Expert keys by disk position: layer after layer, in each the most used first, ties by number."""
-    trace = load(path)
-    if (trace.layers, trace.expert_count) != (source.layers, source.experts):
-        raise UsageError(
-            f"trace={path} has {trace.layers} layers of {trace.expert_count} experts,"
-            f" the model {source.layers} of {source.experts}"
-        )
-    keys = [
-        layer * source.experts + np.argsort(-np.bincount(used[used >= 0], minlength=source.experts), kind="stable")
-        for layer, used in ((layer, trace.experts[:, layer].ravel()) for layer in range(trace.layers))
-    ]
-    return np.concatenate(keys)
 
 
 def _byte_layout(name: str):  # type: ignore[no-untyped-def]

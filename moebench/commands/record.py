@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from moebench.config import option
-from moebench.engine.step import Routing, Step
+from moebench.step import Routing, Step
 from moebench.trace.format import Trace
 from moebench.trace.record import Recorder
 

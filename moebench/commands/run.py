@@ -73,12 +73,8 @@ def main(words: Sequence[str]) -> int:
 def run_cell(config: RunConfig) -> list[result.Row]:
     """Run one cell and write its rows; returns them."""
     from moebench import harness
-    from moebench.harness.run import WRONG_USE
 
-    try:
-        rows = list(harness.run(config))
-    except WRONG_USE as error:
-        raise UsageError(str(error)) from error
+    rows = harness.run(config)
     for row in rows:
         print(f"wrote {result.write(row, Path(config.out))}", file=sys.stderr)
     return rows

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Literal
 
 from moebench import geometry
-from moebench.commands.progress import progress_bar
 from moebench.commands.words import build, describe, parse
 from moebench.config import option
 from moebench.errors import UsageError, unknown
 from moebench.plugins import load_plugins
-from moebench.trace.format import Trace, TraceError, load
+from moebench.progress import progress_bar
+from moebench.trace.format import Trace, load
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,7 @@ def main(words: Sequence[str]) -> int:
         return 0 if words else 2
     if words[0] not in SUBCOMMANDS:
         raise unknown("trace subcommand", words[0], SUBCOMMANDS)
-    try:
-        return SUBCOMMANDS[words[0]](words[1:])
-    except TraceError as error:
-        raise UsageError(str(error)) from error
+    return SUBCOMMANDS[words[0]](words[1:])
 
 
 def _import(words: Sequence[str]) -> int:

@@ -1,7 +1,7 @@
 """Acquisition: from a routing to experts that may be computed on, wave by wave.
 
-The atomic unit is (step, layer, wave): what it needs is never a victim. A layer whose demand exceeds the slots runs in waves,
-and every expert is loaded once. Knows hooks, tickets and tiers; knows no system, no device and no file.
+The atomic unit is (step, layer, wave): what it needs is never a victim. A layer whose demand exceeds the slots runs in
+waves, and every expert is loaded once. Knows hooks, tickets and tiers; knows no system, no device and no file.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy as np
 
 from moebench.engine.hooks import Hooks
 from moebench.engine.record import StepRecord
-from moebench.engine.step import Routing, Step
 from moebench.engine.view import View
 from moebench.geometry import Geometry
 from moebench.residency.tier import Tier
+from moebench.step import Routing, Step
 from moebench.timeline.base import DEMAND, PREFETCH, Ticket, Timeline
 
 WINDOW_WEIGHT = 0.2
@@ -27,8 +27,8 @@ WINDOW_WEIGHT = 0.2
 class Experts:
     """Serves the experts of each layer to whoever computes: a live backend, or the replay driver.
 
-    ``tiers`` is one tier, or (device, host): then every read lands in a host slot and is copied up, so that the host slots are
-    staging area and, with ``keep_evicted``, victim cache in one. ``begin`` and ``end`` frame a step.
+    ``tiers`` is one tier, or (device, host): then every read lands in a host slot and is copied up, so that the host
+    slots are staging area and, with ``keep_evicted``, victim cache in one. ``begin`` and ``end`` frame a step.
     """
 
     def __init__(
@@ -84,7 +84,9 @@ class Experts:
 
     # --- one layer -------------------------------------------------------------------------------------------------
 
-    def serve(self, layer: int, hidden: Any, native: Routing) -> tuple[Routing, Iterator[tuple[int, np.ndarray | None]]]:
+    def serve(
+        self, layer: int, hidden: Any, native: Routing
+    ) -> tuple[Routing, Iterator[tuple[int, np.ndarray | None]]]:
         """Decide the routing of one MoE layer and yield its experts as (id, bytes), each once, in any order."""
         hooks, step = self.hooks, self.step
         self.timeline.compute_dense(1, step.rows, self._context, final=False)
@@ -105,7 +107,7 @@ class Experts:
 
     def _acquire(self, layer: int, base: int, keys: list[int], pairs: int) -> Iterator[tuple[int, np.ndarray | None]]:
         started = time.perf_counter() if self._timed else 0.0
-        record, device, timeline = self.record, self.device, self.timeline
+        record, device = self.record, self.device
         self._settle(keys)
         slots, states = device._slot_of, device._state
         ready = [slots[k] >= 0 and states[slots[k]] == 1 for k in keys]
@@ -131,11 +133,15 @@ class Experts:
                 self._wave = set()
                 device.release(k for k in wave if device.slot(k) >= 0 and not device.is_in_flight(k))
                 if self.temporary:
-                    device.drop(k for k in wave if k in self.temporary and device.slot(k) >= 0 and k not in self.in_flight)
+                    device.drop(
+                        k for k in wave if k in self.temporary and device.slot(k) >= 0 and k not in self.in_flight
+                    )
                     self.temporary.difference_update(wave)
 
     def _compute(self, base, now, pending, rows_each):
-        """Yield the experts of one wave: those at hand in ascending order, then each as it arrives, or as a system orders."""
+        """Yield the experts of one wave: those at hand in ascending order, then each as it arrives, or as a system
+        orders.
+        """
         device, timeline, order = self.device, self.timeline, self.hooks.order_compute
         real = device.arena is not None
         if order is None:
@@ -214,7 +220,8 @@ class Experts:
     def _make_room(self, layer: int, need: int, wait: bool) -> int:
         """Free slots for ``need`` experts of ``layer`` and return how many are free.
 
-        A demand waits, if nothing else is left to evict, for prefetches outside its wave; a prefetch makes what room it can.
+        A demand waits, if nothing else is left to evict, for prefetches outside its wave; a prefetch makes what room it
+        can.
         """
         device = self.device
         while (short := need - device.free_slots(layer)) > 0:
@@ -246,7 +253,9 @@ class Experts:
         else:
             victims = np.asarray(self.hooks.evict(tier.name, need, candidates, self.view), np.int64).tolist()
             if len(set(victims)) < need or not tier.may_leave(victims, layer):
-                raise PluginError(f"evict returned {victims[:8]}; it must return {need} distinct ones of its candidates")
+                raise PluginError(
+                    f"evict returned {victims[:8]}; it must return {need} distinct ones of its candidates"
+                )
         self.record.evictions += len(victims)
         if tier is self.device and self.keep_evicted and not self._reading_ahead:
             self._demote(victims)

@@ -12,7 +12,7 @@ import numpy as np
 
 from moebench.backends.base import Backend
 from moebench.engine.acquire import Experts
-from moebench.engine.step import DECODE, PREFILL, Routing, Step
+from moebench.step import DECODE, PREFILL, Routing, Step
 from moebench.trace.format import Trace
 
 Sampler = Callable[[np.ndarray], np.ndarray]
@@ -53,7 +53,9 @@ class Loop:
     def __init__(self, backend: Backend, experts: Experts | None, chunk: int = 32) -> None:
         self.backend, self.experts, self.chunk, self.steps = backend, experts, chunk, 0
 
-    def forward(self, phase: int, tokens: np.ndarray, position: np.ndarray, valid: np.ndarray, emits: int) -> np.ndarray:
+    def forward(
+        self, phase: int, tokens: np.ndarray, position: np.ndarray, valid: np.ndarray, emits: int
+    ) -> np.ndarray:
         """One pass over ``tokens`` [B, W]; returns logits [B, V] of the last column."""
         step = window_step(self.steps, phase, position, valid, emits)
         self.steps += 1
@@ -118,7 +120,9 @@ def replay_steps(trace: Trace, batch: int, chunk: int) -> Iterator[tuple[Step, n
     starts = np.flatnonzero(np.diff(trace.sequence, prepend=trace.sequence[0] - 1))
     ends = np.append(starts[1:], len(trace.sequence))
     for first in range(0, len(starts), batch):
-        spans = [np.arange(a, b) for a, b in zip(starts[first : first + batch], ends[first : first + batch], strict=True)]
+        spans = [
+            np.arange(a, b) for a, b in zip(starts[first : first + batch], ends[first : first + batch], strict=True)
+        ]
         new = True
         prompts = [s[trace.phase[s] == PREFILL] for s in spans]
         longest = max(map(len, prompts))

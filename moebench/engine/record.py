@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from moebench.engine.step import Step
+from moebench.step import Step
 
 
 @dataclass(slots=True)
 class StepRecord:
     """Counters of one forward pass. Times are seconds on the run's clock.
 
-    A request is one distinct (window, layer, expert). ``hits`` had their bytes ready at acquire, ``late`` were in flight and
-    joined, the rest missed. ``read_bytes`` are bytes asked of storage by demand and prefetch; a joined read counts once.
+    A request is one distinct (window, layer, expert). ``hits`` had their bytes ready at acquire, ``late`` were in
+    flight and joined, the rest missed. ``read_bytes`` are bytes asked of storage by demand and prefetch; a joined read
+    counts once.
     """
 
     step: Step

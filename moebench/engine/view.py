@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 
 class View:
-    """What a plugin may know of a run: residency, transfers, costs and time; never the future, never a mutable array."""
+    """What a plugin may know of a run: residency, transfers, costs and time; never the future, never a mutable
+    array.
+    """
 
     def __init__(self, experts: Experts) -> None:
         self._experts = experts
@@ -61,5 +63,7 @@ class View:
         return cost
 
     def window(self, layer: int) -> float:
-        """Running mean (weight 0.2 on the newest) of the seconds between the routing of ``layer`` and of the next one."""
+        """Running mean (weight 0.2 on the newest) of the seconds between the routing of ``layer`` and of the next
+        one.
+        """
         return self._experts.windows[layer]

@@ -1,10 +1,11 @@
-"""Files that a live run needs: the model folder, its pack for this machine, tokenizer and prompts. Packs are made once and kept."""
+"""Files that a live run needs: the model folder, its pack for this machine, tokenizer and prompts. Packs are made once
+and kept.
+"""
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ import xxhash
 
 from moebench.errors import MoebenchError, UsageError
 from moebench.geometry import Geometry
+from moebench.harness.order import read_order
+from moebench.jsonl import read_jsonl
 from moebench.plugins import home
-from moebench.store.pack import Pack
-
-Progress = Callable[[int, int], None]
+from moebench.progress import progress_bar
+from moebench.store.pack import Pack, file_hash
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,13 @@ class LiveModel:
         return self.pack.manifest.model["config"]
 
 
-def load_live(folder: Path, name: str, quant: str, layout: str, progress: Progress | None = None) -> LiveModel:
+def load_live(folder: Path, name: str, quant: str, layout: str, order: str = "") -> LiveModel:
     """Open the pack of a model folder, making it first if this machine has none; raises one clear line on failure."""
     from transformers import AutoTokenizer
 
     from moebench.backends.torch_source import geometry_of
 
-    pack = ensure_pack(folder, name, quant, layout, progress)
+    pack = ensure_pack(folder, name, quant, layout, order)
     config = pack.manifest.model["config"]
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -49,8 +51,11 @@ def load_live(folder: Path, name: str, quant: str, layout: str, progress: Progre
     return LiveModel(folder, pack, geometry_of(config, name, quant), tokenizer)
 
 
-def ensure_pack(folder: Path, name: str, quant: str, layout: str, progress: Progress | None) -> Pack:
-    """The pack of a folder's files as they are now, kept under ``$MOEBENCH_HOME/packs``."""
+def ensure_pack(folder: Path, name: str, quant: str, layout: str, order: str = "") -> Pack:
+    """The pack of a folder's files as they are now, kept under ``$MOEBENCH_HOME/packs``.
+
+    ``order`` is the trace of an ordered pack; the embedded model has one of its own.
+    """
     import torch
 
     from moebench.backends.torch_bytes import TorchCpuLayout
@@ -58,15 +63,33 @@ def ensure_pack(folder: Path, name: str, quant: str, layout: str, progress: Prog
     from moebench.store.layout import QuantSpec
     from moebench.store.writer import write_pack
 
+    trace = ""
     if layout == "ordered":
-        raise UsageError("layout=ordered needs an order: make the pack with 'moebench pack layout=ordered trace=FILE'")
+        own = folder.parent / "traces" / "held_out.safetensors"
+        trace = order or (str(own) if own.is_file() else "")
+        if not trace:
+            raise UsageError("layout=ordered needs order=TRACE, a trace of this model ('moebench trace record')")
+        layout_id = f"ordered-{file_hash(Path(trace))[:12]}"
+    else:
+        layout_id = layout
     isa = torch.backends.cpu.get_cpu_capability().lower().replace(" ", "-")
-    out = home() / "packs" / f"{name}-{_fingerprint(folder)}-{quant}-{layout}-{isa}"
+    out = home() / "packs" / f"{name}-{_fingerprint(folder)}-{quant}-{layout_id}-{isa}"
     if (out / "manifest.json").is_file():
         return Pack.open(out)
     print(f"moebench: packing {name} ({quant}, {layout}) into {out}", file=sys.stderr)
     out.parent.mkdir(parents=True, exist_ok=True)
-    return write_pack(out, TransformersSource(folder), QuantSpec(quant), TorchCpuLayout(), layout=layout, progress=progress)
+    source = TransformersSource(folder)
+    with progress_bar() as bar:
+        task = bar.add_task("experts", total=None)
+        return write_pack(
+            out,
+            source,
+            QuantSpec(quant),
+            TorchCpuLayout(),
+            layout=layout,
+            order=read_order(trace, source) if trace else None,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
 
 
 def _fingerprint(folder: Path) -> str:
@@ -86,25 +109,6 @@ def read_prompts(path: Path, count: int, seed: int) -> list[str]:
         raise UsageError(f"{path} holds no prompts: each line must be a JSON object with a text field 'prompt'")
     stride = max(1, len(prompts) // count)
     return [prompts[(seed + i * stride) % len(prompts)] for i in range(count)]
-
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Objects of a JSON-lines file; an unreadable line is named."""
-    items = []
-    try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from None
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                item = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UsageError(f"{path}, line {number}: not JSON ({error.msg})") from None
-            if not isinstance(item, dict):
-                raise UsageError(f"{path}, line {number}: expected an object")
-            items.append(item)
-    return items
 
 
 def text_hash(texts: Sequence[str]) -> str:

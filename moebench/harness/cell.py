@@ -31,7 +31,10 @@ def run_cell(cell: Cell, registry: Registry, progress: Progress = lambda text: N
     """Run a cell from nothing to its row; raises what a user can mend."""
     started = time.perf_counter()
     row = _live(cell, registry, progress) if cell.live else _replay(cell, registry, progress)
-    volatile = {"finished": datetime.now(UTC).isoformat(timespec="seconds"), "seconds": round(time.perf_counter() - started, 3)}
+    volatile = {
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds": round(time.perf_counter() - started, 3),
+    }
     return replace(row, volatile={**row.volatile, **volatile})
 
 
@@ -91,20 +94,27 @@ def _replay(cell: Cell, registry: Registry, progress: Progress) -> Row:
             session.close()
         runs.append(session)
     kind = config.workload.kind if config.workload.kind == "trace" else "synthetic"
-    workload = {"kind": kind, "seed": config.workload.seed, "hash": trace.hash, "generator": trace.metadata.get("generator")}
+    workload = {
+        "kind": kind,
+        "seed": config.workload.seed,
+        "hash": trace.hash,
+        "generator": trace.metadata.get("generator"),
+    }
     metrics = figures.speed(cell, runs)
     metrics |= figures.memory(cell, runs, process=cell.clock == "wall")
     reason = "a replay has no model that answers"
     metrics["token_agreement"] = metric("token_agreement", None, None, 0, reason)
     metrics["quality_delta"] = metric("quality_delta", None, None, 0, reason)
-    assumptions = [f"assumed: routing from a synthetic trace ({trace.metadata['source']})"] if kind == "synthetic" else []
+    assumptions = (
+        [f"assumed: routing from a synthetic trace ({trace.metadata['source']})"] if kind == "synthetic" else []
+    )
     return _row(cell, runs, workload, metrics, cache_state, assumptions)
 
 
 def demands(trace: Trace, config: RunConfig) -> list[tuple[int, list[int]]]:
     """All demands of a trace in the order of the loop, for an oracle."""
     from moebench.engine.loop import replay_steps
-    from moebench.engine.step import Routing
+    from moebench.step import Routing
 
     found = []
     for step, rows, _ in replay_steps(trace, config.workload.batch, config.chunk):
@@ -138,7 +148,7 @@ def _live(cell: Cell, registry: Registry, progress: Progress) -> Row:
 
     config = cell.config
     progress(f"loading {cell.model}")
-    model = load_live(cell.folder, cell.model, config.quant, config.layout)
+    model = load_live(cell.folder, cell.model, config.quant, config.layout, config.order)
     exact = config.numerics == "row_invariant"
     backend = TorchBackend(
         model.pack, model.pack.dense_path, model.config,
@@ -182,7 +192,9 @@ def _prompts(cell: Cell) -> list[str]:
 class _sessions:
     """Opens sessions on one live model and closes them all; an oracle gets a first pass that writes its future down."""
 
-    def __init__(self, cell: Cell, registry: Registry, model: LiveModel, backend: Any, context: int, warmup: int) -> None:
+    def __init__(
+        self, cell: Cell, registry: Registry, model: LiveModel, backend: Any, context: int, warmup: int
+    ) -> None:
         self.cell, self.registry, self.model, self.backend = cell, registry, model, backend
         self.context, self.warmup, self.opened = context, warmup, []
 
@@ -251,7 +263,12 @@ def _quality(cell: Cell, registry: Registry, model: LiveModel, backend: Any, pro
 
 
 def _row(
-    cell: Cell, runs: Sequence[Session], workload: dict, metrics: dict[str, Metric], cache_state: str, assumptions: list[str]
+    cell: Cell,
+    runs: Sequence[Session],
+    workload: dict,
+    metrics: dict[str, Metric],
+    cache_state: str,
+    assumptions: list[str],
 ) -> Row:
     config = cell.config
     return Row(
@@ -259,7 +276,7 @@ def _row(
         fidelity=cell.spec.fidelity(config.knobs),
         hw=config.hw,
         model=cell.model,
-        workload_name=workload["kind"] if config.model == "auto" else config.workload.name,
+        workload_name="prompts" if cell.live else config.workload.name,
         config={**config.resolved(), "engine": cell.engine, "model": cell.model},
         environment=machine.environment(),
         workload=workload,
@@ -272,12 +289,14 @@ def _row(
             "slots": {t.name: t.slots for t in runs[0].experts.tiers},
         },
         metrics=metrics,
-        assumptions=tuple([*assumptions, *environment.transferred(cell)]),
+        assumptions=(*assumptions, *environment.transferred(cell)),
     )
 
 
 def failed_row(cell: Cell, error: Exception) -> Row:
-    """A row for a cell that could not run: the error takes the place of the numbers, so that it never just drops out."""
+    """A row for a cell that could not run: the error takes the place of the numbers, so that it never just drops
+    out.
+    """
     reason = " ".join(str(error).split()) or type(error).__name__
     missing = {name: metric(name, None, None, 0, "the run failed") for name in figures.TABLE}
     return Row(
@@ -294,5 +313,3 @@ def failed_row(cell: Cell, error: Exception) -> Row:
         status="failed",
         error=reason,
     )
-
-

@@ -1,4 +1,6 @@
-"""From a hardware profile and a geometry to the seconds of each operation; every formula of the time model stands here."""
+"""From a hardware profile and a geometry to the seconds of each operation; every formula of the time model stands
+here.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ class StorageUse:
 def pieces(geometry: Geometry, layout: str) -> tuple[int, ...]:
     """Separate reads of one expert: one aligned extent, or the scattered tensors of a checkpoint as downloaded.
 
-    A checkpoint stores weight, scales and biases of each of the three projections apart (9 ranges at int4, 3 at 16 bits).
+    A checkpoint stores weight, scales and biases of each of the three projections apart (9 ranges at int4, 3 at 16
+    bits).
     """
     if layout != "checkpoint":
         return (geometry.slot_bytes,)
@@ -42,8 +45,9 @@ def build(profile: HardwareProfile, geometry: Geometry, use: StorageUse, dense_b
     """Costs of one run.
 
     Storage: an expert takes the sum over its pieces of piece / bandwidth(piece size, depth); an mmap engine faults one
-    readahead window at a time from one thread. Compute: a layer streams its dense weights once a pass and each active expert
-    once, or is bound by arithmetic; the software stack adds its floor per step, spread over the layers, and its cost per load.
+    readahead window at a time from one thread. Compute: a layer streams its dense weights once a pass and each active
+    expert once, or is bound by arithmetic, and takes no less than the software stack's floor; each load costs the host
+    its time.
     """
     stack = profile.constants()
     device_bw = profile.device_gb_s * GB
@@ -56,7 +60,10 @@ def build(profile: HardwareProfile, geometry: Geometry, use: StorageUse, dense_b
     if use.engine == "mmap":
         window = max(profile.page_kib, profile.readahead_kib) * KIB
         faults = sum(-(-piece // window) for piece in use.pieces)
-        cold = faults * (profile.page_fault_us * 1e-6 + window / (profile.read_gb_s(window, 1) * GB))
+        beyond = (window - profile.page_kib * KIB) / (
+            profile.read_gb_s(window, 1) * GB
+        )  # a fault's time includes its page
+        cold = faults * (profile.page_fault_us * 1e-6 + beyond)
         read_s = (0.0, *[cold] * len(depths))
     else:
         read_s = (0.0, *[sum(p / (profile.read_gb_s(p, d) * GB) for p in use.pieces) for d in depths])
@@ -78,7 +85,7 @@ def build(profile: HardwareProfile, geometry: Geometry, use: StorageUse, dense_b
         context_row_s=geometry.kv_bytes_per_token / geometry.layers / device_bw,
         expert_s=geometry.expert_bytes / device_bw,
         expert_row_s=geometry.expert_flops_per_row() / flops,
-        layer_floor_s=stack.step_floor_ms * 1e-3 / geometry.layers,
+        layer_floor_s=stack.layer_floor_us * 1e-6,
         host_sync_s=stack.host_sync_us * 1e-6,
     )
 

@@ -23,4 +23,6 @@ def transferred(cell: Cell) -> list[str]:
     if cell.clock == "wall":
         return []
     found = cell.profile.constants().transferred
-    return [f"transferred: {name} of stack {cell.profile.stack} was taken on {machine}" for name, machine in found.items()]
+    return [
+        f"transferred: {name} of stack {cell.profile.stack} was taken on {machine}" for name, machine in found.items()
+    ]

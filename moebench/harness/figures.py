@@ -17,15 +17,23 @@ THROUGH_PAGE_CACHE = ("mmap", "pread")
 
 
 def speed(cell: Cell, runs: Sequence[Session]) -> dict[str, Metric]:
-    """Timing and traffic. Over several runs the value is the median, with the runs' values as samples and their range as interval."""
+    """Timing and traffic. Over several runs the value is the median, with the runs' values as samples and their range
+    as interval.
+    """
     provenance = "measured" if cell.clock == "wall" else "modeled"
     each = [run.metrics.numbers() for run in runs]
     found = {}
     for name in NAMES:
         values = [numbers[name][0] for numbers in each]
         _, reason, n = each[0][name]
-        if name in ("ssd_mib_per_token", "effective_gb_s") and cell.clock == "wall" and cell.engine in THROUGH_PAGE_CACHE:
-            reason = f"engine {cell.engine} reads through the page cache; what storage delivered is not counted per step"
+        if (
+            name in ("ssd_mib_per_token", "effective_gb_s")
+            and cell.clock == "wall"
+            and cell.engine in THROUGH_PAGE_CACHE
+        ):
+            reason = (
+                f"engine {cell.engine} reads through the page cache; what storage delivered is not counted per step"
+            )
             found[name] = metric(name, None, None, 0, reason)
         elif any(v is None for v in values):
             found[name] = metric(name, None, None, n, reason)
@@ -52,7 +60,9 @@ def memory(cell: Cell, runs: Sequence[Session], process: bool) -> dict[str, Metr
     if process:
         peak = process_peak_bytes()
         reason = "" if peak else "this operating system does not report a process's peak"
-        found["process_peak_gib"] = metric("process_peak_gib", peak / GIB if peak else None, "measured", 1 if peak else 0, reason)
+        found["process_peak_gib"] = metric(
+            "process_peak_gib", peak / GIB if peak else None, "measured", 1 if peak else 0, reason
+        )
     else:
         reason = "a modeled machine has no process"
         found["process_peak_gib"] = metric("process_peak_gib", None, None, 0, reason)

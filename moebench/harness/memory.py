@@ -46,8 +46,9 @@ def size(
 ) -> Sizes:
     """Slots that ``budget`` buys, staging and temporaries included.
 
-    ``fixed_bytes`` is what dense weights, KV cache and activations take of the device. Raises ``BudgetError`` that states the
-    smallest legal budget: one layer's demand for one token (one such set per layer where slots are split by layer).
+    ``fixed_bytes`` is what dense weights, KV cache and activations take of the device. Raises ``BudgetError`` that
+    states the smallest legal budget: one layer's demand for one token (one such set per layer where slots are split by
+    layer).
     """
     slot, every = slot_bytes, geometry.keys
     least = geometry.top_k * (geometry.layers if scope == "per_layer" else 1)
@@ -68,14 +69,17 @@ def size(
     if tiers == 2:
         room = int(profile.device_gib * GIB - fixed_bytes) // slot
         if room < least:
-            raise BudgetError(f"{profile.title} has no room for one layer's experts of {geometry.name} beside its dense weights")
+            raise BudgetError(
+                f"{profile.title} has no room for one layer's experts of {geometry.name} beside its dense weights"
+            )
         if device > room:
             device, host = room, device - room + staging
     held = (device + host) * slot + staging_bytes + fixed_bytes
     memory = profile.ram_gib + (profile.device_gib if tiers == 2 else 0)
     if held > memory * GIB:
         raise BudgetError(
-            f"{geometry.name} under {spec.id} holds {held / GIB:.1f} GiB, more than the {memory:.1f} GiB of {profile.title}"
+            f"{geometry.name} under {spec.id} holds {held / GIB:.1f} GiB, "
+            f"more than the {memory:.1f} GiB of {profile.title}"
         )
     return Sizes(device, host)
 
@@ -97,7 +101,9 @@ def make_tiers(geometry: Geometry, slot_bytes: int, sizes: Sizes, scope: str, re
 
 
 class StateWatch:
-    """An observer that keeps the ledger's KV line true: from the backend's own count, or from positions and the geometry."""
+    """An observer that keeps the ledger's KV line true: from the backend's own count, or from positions and the
+    geometry.
+    """
 
     def __init__(self, ledger: Ledger, geometry: Geometry, kv_bytes=None) -> None:
         self.ledger, self.geometry, self.kv_bytes = ledger, geometry, kv_bytes

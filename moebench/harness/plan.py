@@ -24,8 +24,8 @@ EMBEDDED = "tinymoe"
 class Cell:
     """One run of one system on one machine with one model.
 
-    ``clock`` is ``wall`` (measured) or ``virtual`` (modeled) and ``why`` says what chose it; ``folder`` is a model that computes
-    (live), ``geometry`` one that only routes (replay). ``engine`` reads the experts.
+    ``clock`` is ``wall`` (measured) or ``virtual`` (modeled) and ``why`` says what chose it; ``folder`` is a model that
+    computes (live), ``geometry`` one that only routes (replay). ``engine`` reads the experts.
     """
 
     config: RunConfig
@@ -61,7 +61,9 @@ def embedded_folder() -> Path:
 
 
 def plan(config: RunConfig, registry: Registry) -> list[Cell]:
-    """The cells of one configuration. ``model=auto`` is the embedded model, and the profile's reference geometry if it names one."""
+    """The cells of one configuration. ``model=auto`` is the embedded model, and the profile's reference geometry if it
+    names one.
+    """
     spec = registry.system(config.system)
     profile = hardware.load(registry.hardware_path(config.hw))
     clock, why = _clock(config, profile)
@@ -86,7 +88,9 @@ def plan(config: RunConfig, registry: Registry) -> list[Cell]:
         raise unknown("model", config.model, valid, "; or a folder with config.json and safetensors")
     for cell in cells:
         if config.workload.kind == "prompts" and not cell.live and config.model != "auto":
-            raise UsageError(f"workload=prompts needs a model that computes; {cell.model} is a geometry, use workload=synthetic")
+            raise UsageError(
+                f"workload=prompts needs a model that computes; {cell.model} is a geometry, use workload=synthetic"
+            )
         if config.workload.kind == "trace" and cell.live and config.model != "auto":
             raise UsageError("workload=trace replays routing without a model; choose a geometry with model=NAME")
     return cells
@@ -102,7 +106,9 @@ def _clock(config: RunConfig, profile: HardwareProfile) -> tuple[str, str]:
     here = profile.id == "host" or profile.matches(machine.detect())
     if config.mode == "measure":
         if not here:
-            raise UsageError(f"mode=measure needs the machine itself, and this one is not {profile.title}; use hw=host or mode=model")
+            raise UsageError(
+                f"mode=measure needs the machine itself, and this one is not {profile.title}; use hw=host or mode=model"
+            )
         return "wall", "mode=measure"
     if config.mode == "model":
         return "virtual", "mode=model"

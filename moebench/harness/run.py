@@ -13,11 +13,7 @@ from moebench.errors import MoebenchError, UsageError
 from moebench.harness.cell import failed_row, run_cell
 from moebench.harness.plan import Cell, plan
 from moebench.plugins import load_plugins
-from moebench.residency.ledger import BudgetError
 from moebench.result import Row
-from moebench.trace.format import TraceError
-
-WRONG_USE = (UsageError, BudgetError, TraceError)  # the user can mend these: no row, one line, exit code 2
 
 
 def run(config: RunConfig) -> list[Row]:
@@ -28,7 +24,7 @@ def run(config: RunConfig) -> list[Row]:
         for cell in plan(config, registry):
             try:
                 rows.append(_isolated(cell) if cell.clock == "wall" else run_cell(cell, registry, status))
-            except WRONG_USE:
+            except UsageError:
                 raise
             except (MoebenchError, OSError, ValueError, BrokenProcessPool) as error:
                 if config.debug:

@@ -51,7 +51,9 @@ def open_session(
     batch: int = 1,
     context: int = 0,
 ) -> Session:
-    """Size, book and connect everything. ``pack`` is None on runs that move no bytes; ``context`` is the longest sequence."""
+    """Size, book and connect everything. ``pack`` is None on runs that move no bytes; ``context`` is the longest
+    sequence.
+    """
     config, spec, profile = cell.config, cell.spec, cell.profile
     real = pack is not None
     slot_bytes = pack.slot_bytes if real else geometry.slot_bytes
@@ -106,7 +108,9 @@ def open_session(
 
 
 def _activation_bytes(geometry: Geometry, chunk: int, batch: int) -> int:
-    """Largest transient of a pass: hidden states, routed outputs and gate/up products of a chunk, and one row of logits each."""
+    """Largest transient of a pass: hidden states, routed outputs and gate/up products of a chunk, and one row of
+    logits each.
+    """
     rows = chunk * batch
     per_row = geometry.hidden * (4 + geometry.top_k) + 2 * geometry.intermediate * geometry.top_k
     return rows * per_row * ACTIVATION_BYTES + batch * geometry.vocabulary * 4

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moebench.engine.loop import Loop
-from moebench.harness.assets import read_jsonl
+from moebench.jsonl import read_jsonl
 
 TASKS = ("chain", "recall", "lists", "program", "world")
 ITEMS = {"quick": 8, "local": 100}  # per task
@@ -58,8 +58,12 @@ def evaluate(loop: Loop, tokenizer: Any, items: Sequence[dict[str, Any]]) -> lis
     return [answers[i] for i in range(len(items))]
 
 
-def agreement(loop: Loop, tokenizer: Any, items: Sequence[dict[str, Any]], reference: Sequence[Answer]) -> tuple[float, int]:
-    """Share of the reference's tokens that are the system's greedy choice too, given the same text so far; and their count."""
+def agreement(
+    loop: Loop, tokenizer: Any, items: Sequence[dict[str, Any]], reference: Sequence[Answer]
+) -> tuple[float, int]:
+    """Share of the reference's tokens that are the system's greedy choice too, given the same text so far; and their
+    count.
+    """
     same = total = 0
     order = sorted(range(len(items)), key=lambda i: len(items[i]["prompt"]))
     for at in range(0, len(order), BATCH):

@@ -1,24 +1,27 @@
 """The byte ledger: every allocation of a run, by category, with its high-water mark.
 
-*Peak active memory* of a row is this ledger's ``peak_bytes``: the same definition on every machine and backend. Knows bytes,
-not what they hold.
+*Peak active memory* of a row is this ledger's ``peak_bytes``: the same definition on every machine and backend. Knows
+bytes, not what they hold.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 
+from moebench.errors import UsageError
 from moebench.units import GIB
 
 CATEGORIES = ("dense", "kv", "expert slots", "host slots", "staging", "activations", "adapters", "draft")
 
 
-class BudgetError(ValueError):
+class BudgetError(UsageError):
     """A budget that cannot hold what a run needs at the least; the message states the smallest legal one."""
 
 
 class Ledger:
-    """Books bytes by category. ``cap_bytes`` bounds the total; exceeding it raises ``BudgetError``, never a silent spill."""
+    """Books bytes by category. ``cap_bytes`` bounds the total; exceeding it raises ``BudgetError``, never a silent
+    spill.
+    """
 
     def __init__(self, cap_bytes: int | None = None) -> None:
         self.cap_bytes = cap_bytes

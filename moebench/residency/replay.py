@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from moebench.engine.step import ABSENT, DECODE
 from moebench.residency.policies import CAUSAL, POLICIES, PolicyError, make_policy
 from moebench.residency.tier import SCOPES
+from moebench.step import ABSENT, DECODE
 from moebench.trace.format import Trace
 
 REFETCH_STEPS = 5

@@ -1,7 +1,7 @@
 """A tier: an arena of equal slots that hold whole experts, shared by all layers or split between them.
 
-State lives in plain arrays that Python indexes fast and numpy sees whole. Knows bytes, keys and leases; knows no tensors, no
-clock and no policy.
+State lives in plain arrays that Python indexes fast and numpy sees whole. Knows bytes, keys and leases; knows no
+tensors, no clock and no policy.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ SCOPES = ("shared", "per_layer")
 class Tier:
     """``slots`` slots of ``slot_bytes`` bytes for ``layers * experts`` keys.
 
-    A slot is free, ready (holds an expert nobody uses), leased (in use: never a victim) or in flight (being filled: neither
-    usable nor a victim). With ``scope="per_layer"`` each layer owns an equal run of slots. ``arena`` is a uint8 array
-    [slots, slot_bytes] on runs that move real bytes, else None.
+    A slot is free, ready (holds an expert nobody uses), leased (in use: never a victim) or in flight (being filled:
+    neither usable nor a victim). With ``scope="per_layer"`` each layer owns an equal run of slots. ``arena`` is a uint8
+    array [slots, slot_bytes] on runs that move real bytes, else None.
     """
 
     def __init__(

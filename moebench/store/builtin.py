@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from moebench.hookspecs import hookimpl
 from moebench.store.engines import ENGINES, open_engine
 
@@ -9,5 +11,7 @@ from moebench.store.engines import ENGINES, open_engine
 @hookimpl
 def register_io(register):
     """Register mmap, pread, direct and faulty; an engine's module is imported when it is opened."""
-    for name in ENGINES:
-        register(name, lambda pack, _name=name, **options: open_engine(_name, pack, **options))
+    for name, (_, _, line) in ENGINES.items():
+        factory = partial(open_engine, name)
+        factory.__doc__ = line
+        register(name, factory)

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-ENGINES = {  # name: module and class, imported when opened
-    "mmap": ("moebench.store.engine_mmap", "MmapEngine"),
-    "pread": ("moebench.store.engine_threads", "PreadEngine"),
-    "direct": ("moebench.store.engine_threads", "DirectEngine"),
-    "faulty": ("moebench.store.engine_faulty", "FaultyEngine"),
+ENGINES = {  # name: module and class, imported when opened, and a line for people
+    "mmap": ("moebench.store.engine_mmap", "MmapEngine", "page faults in a mapping do the reading"),
+    "pread": ("moebench.store.engine_threads", "PreadEngine", "reads through the page cache, a few at a time"),
+    "direct": ("moebench.store.engine_threads", "DirectEngine", "reads past the page cache, a few at a time"),
+    "faulty": ("moebench.store.engine_faulty", "FaultyEngine", "another engine with seeded faults, for tests"),
 }
 
 
@@ -66,7 +66,7 @@ def open_engine(name: str, pack: Any, **options: Any) -> ReadEngine:
     """Open one of ``ENGINES`` on ``pack``; an unknown name or option is a ``StoreError`` that lists the valid ones."""
     if name not in ENGINES:
         raise StoreError(f"unknown engine {name!r}; valid: {', '.join(ENGINES)}")
-    module, attribute = ENGINES[name]
+    module, attribute, _ = ENGINES[name]
     factory = getattr(import_module(module), attribute)
     parameters = list(inspect.signature(factory).parameters.values())[1:]
     valid = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]

@@ -1,8 +1,8 @@
 """The logical content of an expert, and the byte layouts that a pack may store it in.
 
 Logical content is independent of any machine: per tensor either bf16 values, or unsigned integers with scale and bias
-(w = q * scale + bias). A ``ByteLayout`` turns it into the bytes a kernel wants; two packs of one model in different byte
-layouts have one logical hash.
+(w = q * scale + bias). A ``ByteLayout`` turns it into the bytes a kernel wants; two packs of one model in different
+byte layouts have one logical hash.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import numpy as np
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """How weights are quantised: ``none`` (bf16), ``int8`` (symmetric per output row) or ``int4`` (affine per group)."""
+    """How weights are quantised: ``none`` (bf16), ``int8`` (symmetric per output row) or ``int4`` (affine per
+    group).
+    """
 
     kind: str = "int4"
     group: int = 64
@@ -34,9 +36,9 @@ class QuantSpec:
 class LogicalTensor:
     """One weight matrix [out, in] (or a bias vector [out]) of one expert.
 
-    ``none``: ``values`` is uint16 holding bf16 bits. ``int4``: ``values`` is uint8 [out, in] in 0..15, ``scale`` and ``bias``
-    are uint16 bf16 bits [out, in/group]. ``int8``: ``values`` is int8 [out, in], ``scale`` is uint16 bf16 bits [out], no bias.
-    Vectors are always ``none``.
+    ``none``: ``values`` is uint16 holding bf16 bits. ``int4``: ``values`` is uint8 [out, in] in 0..15, ``scale`` and
+    ``bias`` are uint16 bf16 bits [out, in/group]. ``int8``: ``values`` is int8 [out, in], ``scale`` is uint16 bf16 bits
+    [out], no bias. Vectors are always ``none``.
     """
 
     name: str
@@ -55,8 +57,8 @@ class LogicalTensor:
 class TensorSpec:
     """Where one encoded part of an expert lies inside its extent; the same for all experts of a pack.
 
-    ``name`` is e.g. ``gate_up_proj`` or ``gate_up_proj.scales``; ``dtype`` a safetensors-style name (``U8``, ``I8``, ``BF16``);
-    ``offset`` and ``nbytes`` are relative to the expert's first byte; offsets are 64-byte aligned.
+    ``name`` is e.g. ``gate_up_proj`` or ``gate_up_proj.scales``; ``dtype`` a safetensors-style name (``U8``, ``I8``,
+    ``BF16``); ``offset`` and ``nbytes`` are relative to the expert's first byte; offsets are 64-byte aligned.
     """
 
     name: str

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from moebench import __version__
 from moebench.store.engines import StoreError
 from moebench.store.extents import Extents, place_parts
 from moebench.store.layout import ByteLayout, ExpertSource, QuantSpec, TensorSpec
@@ -29,6 +28,7 @@ from moebench.store.pack import DENSE, MANIFEST, Pack, Progress, file_hash
 from moebench.store.pages import aligned_buffer
 from moebench.store.partial import PartialPack
 from moebench.store.quant import expert_digest, logical_hash, quantize
+from moebench.version import __version__
 
 
 class Encoded(NamedTuple):

@@ -1,7 +1,7 @@
 """The contract of time: one interface for a clock that measures and a clock that models.
 
-The loop asks for reads, copies and compute and waits on tickets; a ``WallTimeline`` does the work, a ``VirtualTimeline``
-works out when it would be done. Knows nothing of what an expert means.
+The loop asks for reads, copies and compute and waits on tickets; a ``WallTimeline`` does the work, a
+``VirtualTimeline`` works out when it would be done. Knows nothing of what an expert means.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Ticket:
 class Timeline(ABC):
     """A clock in seconds from the start of the run, with transfers that proceed beside it.
 
-    Contract: ``now`` never goes back. A ticket is complete exactly when ``is_ready`` says so or ``wait`` has returned; its
-    bytes may be read only then. A demand read is served before prefetch reads that were issued earlier. ``wait`` raises what
-    went wrong with the transfer, and then the slot holds nothing usable.
+    Contract: ``now`` never goes back. A ticket is complete exactly when ``is_ready`` says so or ``wait`` has returned;
+    its bytes may be read only then. A demand read is served before prefetch reads that were issued earlier. ``wait``
+    raises what went wrong with the transfer, and then the slot holds nothing usable.
     """
 
     clock: str  # "wall" or "virtual"
@@ -44,7 +44,9 @@ class Timeline(ABC):
 
     @abstractmethod
     def copy(self, key: int, source: tuple[str, int], target: tuple[str, int], after: Ticket | None) -> Ticket:
-        """Start copying one expert between tiers, given as (tier name, slot), once ``after`` is complete; never blocks."""
+        """Start copying one expert between tiers, given as (tier name, slot), once ``after`` is complete; never
+        blocks.
+        """
 
     @abstractmethod
     def is_ready(self, ticket: Ticket) -> bool:
@@ -60,11 +62,15 @@ class Timeline(ABC):
 
     @abstractmethod
     def compute_experts(self, count: int, rows: int) -> None:
-        """``count`` experts ran over ``rows`` (row, expert) pairs: a modeled clock advances, a measured one does nothing."""
+        """``count`` experts ran over ``rows`` (row, expert) pairs: a modeled clock advances, a measured one does
+        nothing.
+        """
 
     @abstractmethod
     def compute_dense(self, layers: int, rows: int, context: int, final: bool) -> None:
-        """Attention and all else of ``layers`` layers ran over ``rows`` rows at ``context`` tokens; ``final`` adds the head."""
+        """Attention and all else of ``layers`` layers ran over ``rows`` rows at ``context`` tokens; ``final`` adds the
+        head.
+        """
 
     @abstractmethod
     def host_sync(self) -> None:

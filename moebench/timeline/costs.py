@@ -12,10 +12,11 @@ from dataclasses import dataclass
 class Costs:
     """Seconds and bytes of every operation the virtual clock can be asked for.
 
-    ``read_s[d]`` is the service time of one whole-expert read with ``d`` reads outstanding (index 0 unused), so that throughput
-    at depth d is ``read_bytes / read_s[d]``; ``block_s`` is how long a prefetch block that is already on the device keeps a
-    demand read waiting. ``cached_s`` is the cost of a read that the page cache serves, and ``page_cache_bytes`` its size (0 for
-    of each row where arithmetic, not memory, bounds it. ``layer_floor_s`` is the least time a layer takes in the software stack.
+    ``read_s[d]`` is the service time of one whole-expert read with ``d`` reads outstanding (index 0 unused), so that
+    throughput at depth d is ``read_bytes / read_s[d]``; ``block_s`` is how long a prefetch block that is already on the
+    device keeps a demand read waiting. ``cached_s`` is the cost of a read that the page cache serves, and
+    ``page_cache_bytes`` its size (0 for of each row where arithmetic, not memory, bounds it. ``layer_floor_s`` is the
+    least time a layer takes in the software stack.
     """
 
     read_bytes: int

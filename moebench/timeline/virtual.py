@@ -1,8 +1,9 @@
 """A clock that models: storage queue, page cache, link and compute, advanced by arithmetic alone.
 
-Storage serves demand first. Reads issued together overlap: the first completes after the time one read takes alone, the last
-when the device has moved all of them at the throughput it reaches at that depth. Prefetch reads fill the time demand leaves
-free; a demand read waits at most for the prefetch block already on the device. Deterministic, and byte-identical everywhere.
+Storage serves demand first. Reads issued together overlap: the first completes after the time one read takes alone, the
+last when the device has moved all of them at the throughput it reaches at that depth. Prefetch reads fill the time
+demand leaves free; a demand read waits at most for the prefetch block already on the device. Deterministic, and
+byte-identical everywhere.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ class VirtualTimeline(Timeline):
         self._sweep(now)
         backlog = self._demand_free - now
         waiting = max(0, round(backlog / costs.read_s[-1])) if backlog > 0 else 0
-        start = self._demand_free if backlog > 0 else now + (min(costs.block_s, self._head_left()) if self._queue else 0.0)
+        start = (
+            self._demand_free if backlog > 0 else now + (min(costs.block_s, self._head_left()) if self._queue else 0.0)
+        )
         count = len(tickets)
         each = costs.read_s[min(len(costs.read_s) - 1, count + waiting)]
         total = max(count * each, costs.read_s[1]) if not waiting else count * each
@@ -173,7 +176,9 @@ class VirtualTimeline(Timeline):
         self._now += max(count * costs.expert_s, rows * costs.expert_row_s)
 
     def compute_dense(self, layers: int, rows: int, context: int, final: bool) -> None:
-        """Dense weights stream once per pass; many rows are bound by arithmetic; a layer never beats the stack's floor."""
+        """Dense weights stream once per pass; many rows are bound by arithmetic; a layer never beats the stack's
+        floor.
+        """
         costs = self.costs
         if layers:
             busy = max(costs.dense_layer_s, rows * costs.dense_row_s) + context * costs.context_row_s

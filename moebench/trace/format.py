@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from moebench.engine.step import ABSENT, DECODE, PREFILL
+from moebench.errors import UsageError
+from moebench.step import ABSENT, DECODE, PREFILL
 
 SCHEMA = 1  # raised when an older reader would misread a newer file
 REQUIRED = ("model", "experts", "top_k", "source")
@@ -26,7 +27,7 @@ CHANNELS = "predicted.<name> (int16 [T, L, k']), drafts.<part> ([T, ...]), hidde
 HEADER = "moebench.trace"
 
 
-class TraceError(ValueError):
+class TraceError(UsageError):
     """A trace that contradicts itself, or a file that is not a readable trace."""
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from moebench.engine.step import ABSENT, DECODE, PHASES, PREFILL
+from moebench.step import ABSENT, DECODE, PHASES, PREFILL
 from moebench.trace.format import Trace, TraceError
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from moebench.engine.step import VERIFY, Routing, Step
+from moebench.step import VERIFY, Routing, Step
 from moebench.trace.format import Trace, TraceError
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from moebench.engine.step import ABSENT
+from moebench.step import ABSENT
 from moebench.trace.format import Trace
 
 CHUNK = 4096

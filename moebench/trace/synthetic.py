@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 
 import numpy as np
 
-from moebench.engine.step import DECODE, PREFILL
+from moebench.step import DECODE, PREFILL
 from moebench.trace.format import Trace
 
 BLOCK = 64  # steps drawn at a time, to bound memory

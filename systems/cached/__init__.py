@@ -37,7 +37,9 @@ class Cached:
         if run.future is not None:
             options["future"] = [np.asarray(keys, np.int64) for _, keys in run.future]
         pools = geometry.layers if run.scope == "per_layer" else 1
-        self.policy = make_policy(policy, geometry.keys, run.slots, layers=geometry.layers, seed=run.seed, pools=pools, **options)
+        self.policy = make_policy(
+            policy, geometry.keys, run.slots, layers=geometry.layers, seed=run.seed, pools=pools, **options
+        )
 
     @hookimpl
     def acquired(self, keys, ready):
@@ -72,5 +74,6 @@ def register_systems(register):
                 config=config,
                 make=lambda knobs, run, policy=name: Cached(policy, knobs, run),
                 oracle=name == "belady",
+                baseline=name in ("lru", "decayed_lfu", "slru"),
             )
         )

@@ -1,7 +1,10 @@
-"""Memory-mapped weights: no cache of its own, page faults do the I/O and the operating system's page cache does the keeping."""
+"""Memory-mapped weights: no cache of its own, page faults do the I/O and the operating system's page cache does the
+keeping.
+"""
+
+from moebench.systems.ondemand import OnDemand
 
 from moebench.hookspecs import hookimpl
-from moebench.systems.ondemand import OnDemand
 from moebench.systemspec import SystemSpec
 
 

@@ -23,5 +23,6 @@ def register_systems(register):
             summary="reads each expert when it is needed and keeps none",
             make=lambda config, run: OnDemand(),
             sizing="minimal",
+            baseline=True,
         )
     )

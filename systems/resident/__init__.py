@@ -18,5 +18,6 @@ def register_systems(register):
             summary="every expert in memory, loaded before the first request; ignores budget",
             make=lambda config, run: Resident(),
             sizing="full",
+            baseline=True,
         )
     )

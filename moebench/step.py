@@ -16,8 +16,9 @@ ABSENT = -1
 class Step:
     """One forward pass over a window of tokens of one or several sequences.
 
-    Rows are flattened as the model flattens them: row ``i`` belongs to sequence ``sequence[i]`` at ``position[i]``; where
-    ``valid[i]`` is false the row is padding and demands nothing. ``emits`` is the number of output tokens this pass yields.
+    Rows are flattened as the model flattens them: row ``i`` belongs to sequence ``sequence[i]`` at ``position[i]``;
+    where ``valid[i]`` is false the row is padding and demands nothing. ``emits`` is the number of output tokens this
+    pass yields.
     """
 
     index: int
@@ -41,8 +42,8 @@ class Step:
 class Routing:
     """Experts chosen for each row of one layer, in router order.
 
-    ``experts`` is int [N, k] with -1 for absent; ``weights`` has the same shape and is a numpy array, or the backend's own
-    tensor on a live run (the core passes it on untouched).
+    ``experts`` is int [N, k] with -1 for absent; ``weights`` has the same shape and is a numpy array, or the backend's
+    own tensor on a live run (the core passes it on untouched).
     """
 
     experts: np.ndarray
