@@ -82,7 +82,7 @@ class TransformersSource:
             self._model = load_model(model, dtype)
             name, digest = Path(model).resolve().name, _folder_hash(Path(model))
         self._modules = list(expert_modules(self._model).values())
-        self.layers, self.experts = len(self._modules), self._modules[0].num_experts
+        self.layers, self.experts = len(self._modules), int(self._modules[0].num_experts)  # type: ignore[arg-type]
         config = self._model.config.to_dict()
         config.pop("_name_or_path", None)
         self._dtype, self.model = dtype, {"name": name, "config": config, "weights_hash": digest, "dtype": dtype}

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from moebench.commands.words import parse
 from moebench.config import option
@@ -52,7 +52,7 @@ def main(words: Sequence[str]) -> int:
     quant = QuantSpec(options.quant, int(options.group))
     with progress_bar() as bar:
         task = bar.add_task("experts", total=None)
-        source = TransformersSource(options.model)
+        source: Any = TransformersSource(options.model)
         pack = write_pack(
             options.out,
             source,

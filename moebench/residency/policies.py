@@ -45,13 +45,13 @@ class Policy:
         self.events = 0
         self.rank = np.arange(self.keys, dtype=np.int64)
 
-    def access(self, keys: Sequence[int], hits: Sequence[bool]) -> None:
+    def access(self, keys: Sequence[int] | np.ndarray, hits: Sequence[bool] | np.ndarray) -> None:
         """Take note of one event; an event without keys is none."""
         if len(keys):
             self.events += 1
             self._access(np.asarray(keys, dtype=np.int64), hits)
 
-    def _access(self, keys: np.ndarray, hits: Sequence[bool]) -> None:
+    def _access(self, keys: np.ndarray, hits: Sequence[bool] | np.ndarray) -> None:
         raise NotImplementedError
 
     def _ranks(self, candidates: np.ndarray) -> np.ndarray:

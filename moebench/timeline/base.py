@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 DEMAND, PREFETCH = 0, 1
 
@@ -20,7 +21,7 @@ class Ticket:
     def __init__(self, key: int, nbytes: int, slot: int, priority: int, issued_s: float) -> None:
         self.key, self.nbytes, self.slot, self.priority, self.issued_s = key, nbytes, slot, priority, issued_s
         self.done_s: float | None = None  # completion time in seconds, once known
-        self.handle: object = None  # private to the timeline
+        self.handle: Any = None  # private to the timeline
         self.error: BaseException | None = None
 
 

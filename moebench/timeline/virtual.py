@@ -23,7 +23,6 @@ class VirtualTimeline(Timeline):
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
         self.storage_bytes = 0
-        self.storage_busy_s = 0.0
         self._now = 0.0
         self._demand_free = 0.0  # when storage has served all demand reads issued so far
         self._swept = 0.0  # prefetch service is simulated up to here
@@ -82,7 +81,6 @@ class VirtualTimeline(Timeline):
         for i, ticket in enumerate(tickets):
             ticket.done_s = start + first + gap * i
         self._demand_free = start + total
-        self.storage_busy_s += total
 
     def _head_left(self) -> float:
         return self._left[self._queue[0]]
@@ -98,7 +96,6 @@ class VirtualTimeline(Timeline):
             if used <= 0:
                 break
             start += used
-            self.storage_busy_s += used
             if used == need:
                 self._queue.popleft()
                 del self._left[ticket]
@@ -116,7 +113,6 @@ class VirtualTimeline(Timeline):
             self._queue.remove(source)
             source.done_s = max(self._now, self._demand_free) + left
             self._demand_free = source.done_s
-            self.storage_busy_s += left
 
     def _from_page_cache(self, key: int) -> bool:
         """Whether the page cache holds the expert; it does afterwards (least recently used go first)."""
@@ -133,8 +129,9 @@ class VirtualTimeline(Timeline):
         """Queue one copy on the link, after the read it depends on."""
         ticket = Ticket(key, self.costs.expert_bytes, target[1], DEMAND, self._now)
         ticket.handle = after
-        if after is None or after.done_s is not None:
-            self._link(ticket, self._now if after is None else max(self._now, after.done_s))
+        landed = self._now if after is None else after.done_s
+        if landed is not None:
+            self._link(ticket, max(self._now, landed))
         return ticket
 
     def _link(self, ticket: Ticket, earliest: float) -> None:
@@ -162,10 +159,11 @@ class VirtualTimeline(Timeline):
         """Advance the clock to the completion; a prefetch still queued is promoted first."""
         if self._resolve(ticket) is None:
             self.promote(ticket)
-            if self._resolve(ticket) is None:
-                raise AssertionError(f"transfer of key {ticket.key} was lost")
-        stall = max(0.0, ticket.done_s - self._now)
-        self._now += stall
+        done = self._resolve(ticket)
+        if done is None:
+            raise AssertionError(f"transfer of key {ticket.key} was lost")
+        stall = max(0.0, done - self._now)
+        self._now = max(self._now, done)  # not += stall: rounding could leave the clock short of it
         return stall
 
     # --- compute ---------------------------------------------------------------------------------------------------

@@ -145,11 +145,14 @@ def _from_rows(path: str | Path, rows: Iterable[Mapping[str, Any]], experts: int
     ids = np.full((len(tokens), len(layers), k), ABSENT, np.int16)
     weights = np.zeros(ids.shape, np.float16)
     weighted = all(w is not None and len(w) == len(e) for e, w in cells.values())
-    row_of, column_of = {t: i for i, t in enumerate(tokens)}, {layer: i for i, layer in enumerate(layers)}
-    for (sequence, token, layer), (chosen, given) in cells.items():
-        at = row_of[sequence, token], column_of[layer]
+    row_of = {token: row for row, token in enumerate(tokens)}
+    column_of = {layer: column for column, layer in enumerate(layers)}
+    for (sequence, number, layer), (chosen, given) in cells.items():
+        at = (row_of[sequence, number], column_of[layer])
         if any(not 0 <= e < experts for e in chosen):
-            raise TraceError(f"{path}: token {token}, layer {layer} names an expert outside 0..{experts - 1}: {chosen}")
+            raise TraceError(
+                f"{path}: token {number}, layer {layer} names an expert outside 0..{experts - 1}: {chosen}"
+            )
         ids[at][: len(chosen)] = chosen
         if weighted:
             weights[at][: len(chosen)] = given

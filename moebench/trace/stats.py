@@ -36,7 +36,7 @@ def overlap_by_layer(trace: Trace, lag: int) -> list[float | None]:
     """Per layer: share of a token's experts that the token ``lag`` before it, in the same sequence, chose too."""
     shared = np.zeros(trace.layers, np.int64)
     chosen = np.zeros(trace.layers, np.int64)
-    pairs = np.flatnonzero(trace.sequence[lag:] == trace.sequence[:-lag]) + lag if trace.tokens > lag else []
+    pairs = np.flatnonzero(trace.sequence[lag:] == trace.sequence[: max(0, trace.tokens - lag)]) + lag
     for start in range(0, len(pairs), CHUNK):
         rows = pairs[start : start + CHUNK]
         now, before = trace.experts[rows], trace.experts[rows - lag]
