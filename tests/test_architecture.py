@@ -1,4 +1,4 @@
-"""The built wheel has every part, works in an empty folder, and keeps the architecture contract; a planted breach fails it."""
+"""The built wheel has every part, runs in an empty folder and keeps the architecture contract; a breach is seen."""
 
 from __future__ import annotations
 
