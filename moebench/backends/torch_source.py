@@ -13,14 +13,20 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import logging
 
 from moebench.backends.torch_experts import BackendError, expert_modules, expert_parameters
 from moebench.geometry import Geometry
 from moebench.store.pack import file_hash
+
+# stderr carries moebench's own progress and one line per mistake
+logging.disable_progress_bar()
+logging.set_verbosity_error()
 
 FLOATS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -44,7 +50,7 @@ def load_model(folder: str | Path, dtype: str, attention: str = "eager") -> PreT
             local_files_only=True,
             trust_remote_code=False,
         ).eval()
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise BackendError(f"cannot load the model at {folder}: {' '.join(str(error).split())[:300]}") from None
 
 

@@ -28,17 +28,15 @@ class ImportOptions:
         "npz", "npz has meta.json beside it; csv and jsonl have a row per token"
     )
     experts: int = option(0, "experts per layer, needed for csv and jsonl")
+    model: str = option("", "name of the model that was recorded, needed for csv and jsonl")
     source: str = option("", "where the recording comes from, kept in the trace")
 
     def __post_init__(self) -> None:
-        if (self.format == "npz") == (self.experts > 0):
-            raise UsageError(
-                "trace import: experts=N belongs to format=csv and format=jsonl, which need it, and to no other"
-            )
-        if self.format == "npz" and self.source:
-            raise UsageError(
-                "trace import: source=TEXT belongs to format=csv and format=jsonl; npz names its source in meta.json"
-            )
+        given = {"experts=N": self.experts > 0, "model=NAME": bool(self.model), "source=TEXT": bool(self.source)}
+        if self.format == "npz" and any(given.values()):
+            raise UsageError(f"trace import: format=npz takes {', '.join(given)} from its meta.json")
+        if self.format != "npz" and not (given["experts=N"] and given["model=NAME"]):
+            raise UsageError(f"trace import: format={self.format} needs experts=N and model=NAME, which no row says")
 
 
 @dataclass(frozen=True)
@@ -75,19 +73,27 @@ def _import(words: Sequence[str]) -> int:
     if options.format == "npz":
         return _save(importers.import_npz(options.path), options.out)
     read = importers.import_csv if options.format == "csv" else importers.import_jsonl
-    return _save(read(options.path, options.experts, {"source": options.source}), options.out)
+    known = {"model": options.model, "source": options.source or Path(options.path).name}
+    return _save(read(options.path, options.experts, known), options.out)
 
 
 def _stats(words: Sequence[str]) -> int:
     options = parse(words, StatsOptions, "trace stats")
     if options is None:
         return 0
+    from moebench.residency.replay import hit_rates
     from moebench.trace.stats import statistics
 
-    numbers = statistics(load(options.path))
+    trace = load(options.path)
+    numbers = statistics(trace) | {"hit_rate": hit_rates(trace)}
     for name, value in numbers.items():
-        if not isinstance(value, list):
+        if name != "hit_rate" and not isinstance(value, list):
             print(f"{name:<20} {json.dumps(value)}")
+    shares = list(next(iter(numbers["hit_rate"].values())))
+    print(f"{'hit_rate, share of experts held':<32}" + "".join(f"{share:>8}" for share in shares))
+    for policy, rates in numbers["hit_rate"].items():
+        cells = ["-" if rate is None else f"{rate:.3f}" for rate in rates.values()]
+        print(f"  {policy:<30}" + "".join(f"{cell:>8}" for cell in cells))
     print(json.dumps(numbers, sort_keys=True, separators=(",", ":")))
     return 0
 

@@ -18,7 +18,8 @@ from moebench.harness.order import read_order
 from moebench.jsonl import read_jsonl
 from moebench.plugins import home
 from moebench.progress import progress_bar
-from moebench.store.pack import Pack, file_hash
+from moebench.store.engines import StoreError
+from moebench.store.pack import MANIFEST, Pack, file_hash
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,12 @@ def load_live(folder: Path, name: str, quant: str, layout: str, order: str = "")
 
     from moebench.backends.torch_source import geometry_of
 
-    pack = ensure_pack(folder, name, quant, layout, order)
-    config = pack.manifest.model["config"]
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise MoebenchError(f"cannot load the tokenizer at {folder}: {' '.join(str(error).split())[:200]}") from None
+    pack = ensure_pack(folder, name, quant, layout, order)
+    config = pack.manifest.model["config"]
     return LiveModel(folder, pack, geometry_of(config, name, quant), tokenizer)
 
 
@@ -74,8 +75,8 @@ def ensure_pack(folder: Path, name: str, quant: str, layout: str, order: str = "
         layout_id = layout
     isa = torch.backends.cpu.get_cpu_capability().lower().replace(" ", "-")
     out = home() / "packs" / f"{name}-{_fingerprint(folder)}-{quant}-{layout_id}-{isa}"
-    if (out / "manifest.json").is_file():
-        return Pack.open(out)
+    if (out / MANIFEST).is_file():
+        return open_kept(out)
     print(f"moebench: packing {name} ({quant}, {layout}) into {out}", file=sys.stderr)
     out.parent.mkdir(parents=True, exist_ok=True)
     source = TransformersSource(folder)
@@ -90,6 +91,14 @@ def ensure_pack(folder: Path, name: str, quant: str, layout: str, order: str = "
             order=read_order(trace, source) if trace else None,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
+
+
+def open_kept(path: Path) -> Pack:
+    """Open a pack that an earlier run left under ``$MOEBENCH_HOME/packs``; a damaged one is said to be in the way."""
+    try:
+        return Pack.open(path)
+    except StoreError as error:
+        raise MoebenchError(f"{error}; remove {path} and run again to have it made anew") from None
 
 
 def _fingerprint(folder: Path) -> str:

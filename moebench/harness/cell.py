@@ -13,7 +13,7 @@ from typing import Any
 from moebench import machine
 from moebench.config import RunConfig
 from moebench.engine.loop import Loop, replay
-from moebench.errors import UsageError
+from moebench.errors import MoebenchError, UsageError
 from moebench.harness import environment, figures
 from moebench.harness.assets import LiveModel, load_live, read_prompts, text_hash
 from moebench.harness.plan import Cell
@@ -21,6 +21,7 @@ from moebench.harness.session import Session, open_session
 from moebench.hookspecs import hookimpl
 from moebench.plugins import Registry
 from moebench.result import Metric, Row, metric
+from moebench.store.engines import StoreError
 from moebench.systemspec import SystemSpec
 from moebench.trace.format import Trace
 
@@ -297,7 +298,9 @@ def failed_row(cell: Cell, error: Exception) -> Row:
     """A row for a cell that could not run: the error takes the place of the numbers, so that it never just drops
     out.
     """
-    reason = " ".join(str(error).split()) or type(error).__name__
+    reason = " ".join(str(error).split())
+    if not isinstance(error, MoebenchError | StoreError | OSError):  # its text alone may say nothing
+        reason = f"{type(error).__name__}: {reason}"
     missing = {name: metric(name, None, None, 0, "the run failed") for name in figures.TABLE}
     return Row(
         system=cell.spec.id,

@@ -62,9 +62,11 @@ def size(
         device, host = min(every, (nbytes - staging_bytes) // slot - staging), staging
         if device < least:
             smallest = (least + staging) * slot + staging_bytes
+            who = "each layer's" if scope == "per_layer" else "one layer's"
             raise BudgetError(
-                f"budget {budget} is {human_bytes(nbytes)}; {geometry.name} needs at least {human_bytes(smallest)} "
-                f"({least + staging} experts of {human_bytes(slot)}: one layer's demand for one token and staging)"
+                f"budget {budget} is {human_bytes(nbytes)}; {geometry.name} needs at least {human_bytes(smallest)}, "
+                f"budget={smallest}B: {who} demand for one token ({least} experts of {human_bytes(slot)}) "
+                f"and staging ({human_bytes(staging * slot + staging_bytes)})"
             )
     if tiers == 2:
         room = int(profile.device_gib * GIB - fixed_bytes) // slot

@@ -8,8 +8,9 @@ from typing import Any
 
 from moebench.errors import UsageError
 from moebench.geometry import Geometry
+from moebench.harness.assets import open_kept
 from moebench.plugins import home
-from moebench.store.pack import Pack
+from moebench.store.pack import MANIFEST
 from moebench.store.writer import write_random_pack
 from moebench.units import GIB
 
@@ -23,8 +24,8 @@ def random_pack(geometry: Geometry, layout: str, progress: Callable[[str], None]
     folder = home() / "packs"
     folder.mkdir(parents=True, exist_ok=True)
     out = folder / f"random-{geometry.name}-{geometry.quant}"
-    if (out / "manifest.json").is_file():
-        return Pack.open(out)
+    if (out / MANIFEST).is_file():
+        return open_kept(out)
     need, free = geometry.keys * geometry.slot_bytes, shutil.disk_usage(folder).free
     if need + RESERVE_BYTES > free:
         raise UsageError(

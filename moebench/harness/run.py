@@ -6,13 +6,13 @@ import multiprocessing
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 
 from moebench.config import RunConfig
-from moebench.errors import MoebenchError, UsageError
+from moebench.errors import UsageError
 from moebench.harness.cell import failed_row, run_cell
 from moebench.harness.plan import Cell, plan
 from moebench.plugins import load_plugins
+from moebench.residency.ledger import BudgetError
 from moebench.result import Row
 
 
@@ -24,9 +24,11 @@ def run(config: RunConfig) -> list[Row]:
         for cell in plan(config, registry):
             try:
                 rows.append(_isolated(cell) if cell.clock == "wall" else run_cell(cell, registry, status))
-            except UsageError:
-                raise
-            except (MoebenchError, OSError, ValueError, BrokenProcessPool) as error:
+            except Exception as error:
+                # what holds everything cannot be given less: that it does not fit is a result of this machine
+                hopeless = isinstance(error, BudgetError) and cell.spec.sizing == "full" and config.memory is None
+                if isinstance(error, UsageError) and not hopeless:
+                    raise
                 if config.debug:
                     raise
                 rows.append(failed_row(cell, error))

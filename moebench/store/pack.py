@@ -88,7 +88,10 @@ class Pack:
         """Raise ``StoreError`` unless ``buffer`` holds exactly the bytes that were packed for ``key``."""
         found = xxhash.xxh3_64_hexdigest(buffer[: self.expert_bytes].data)
         if found != self.manifest.hashes[key]:
-            raise StoreError(f"{self.where(key)}: wrong bytes, hash {found} instead of {self.manifest.hashes[key]}")
+            raise StoreError(
+                f"{self.where(key)}: wrong bytes, hash {found} instead of {self.manifest.hashes[key]}; "
+                f"the pack is damaged, remove it and pack again"
+            )
 
     def read(self, key: int, buffer: np.ndarray) -> None:
         """Read and check one expert the plain way, for tools; runs read through an engine."""
