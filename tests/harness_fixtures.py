@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from importlib import resources
 from pathlib import Path
 
 import pytest
 import yaml
-
-from moebench import plugins
 
 MINI = {
     "name": "mini",
@@ -22,34 +22,57 @@ MINI = {
     "fixed_state_bytes": 1000,
 }
 SHORT = {"workload.requests": 2, "workload.prompt_tokens": 8, "workload.new_tokens": 24, "warmup_tokens": 4}
+PLUGIN = """
+from pathlib import Path
+from moebench.hookspecs import hookimpl
+
+@hookimpl
+def register_models(register):
+    register(Path(__file__).with_name("mini.yaml"))
+"""
+
+
+def install_plugin(folder: Path, name: str, source: str) -> str:
+    """Make a module look like an installed distribution with one ``moebench`` entry point; returns the module's name.
+
+    ``folder`` must stand on the search path.
+    """
+    module = f"mb_test_{name}"
+    (folder / f"{module}.py").write_text(source)
+    info = folder / f"dist_{name}-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: dist-{name}\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text(f"[moebench]\n{name} = {module}\n")
+    return module
 
 
 @pytest.fixture
-def mini(tmp_path, monkeypatch):
-    """Register the geometry ``mini`` as a plugin would, in an empty home and with no foreign plugins."""
-    monkeypatch.setenv("MOEBENCH_PLUGINS", "")
+def plugin(tmp_path, monkeypatch):
+    """Installs plugins by name and source for one test, in an empty home; no others are loaded."""
     monkeypatch.setenv("MOEBENCH_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("MOEBENCH_PLUGINS", "")
+    monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
+    made: dict[str, str] = {}
+
+    def install(name: str, source: str) -> None:
+        made[name] = install_plugin(tmp_path, name, source)
+        monkeypatch.setenv("MOEBENCH_PLUGINS", ",".join(made))
+
+    yield install
+    for module in made.values():
+        sys.modules.pop(module, None)
+
+
+@pytest.fixture
+def mini(plugin, tmp_path):
+    """The geometry ``mini``, registered by a plugin, also in processes that a run starts."""
     (tmp_path / "mini.yaml").write_text(yaml.safe_dump(MINI))
-    register_models(monkeypatch, tmp_path / "mini.yaml")
-
-
-def register_models(monkeypatch, *paths: Path) -> None:
-    """Offer geometries beside the shipped ones."""
-    shipped = plugins._shipped
-
-    def more(registry):
-        shipped(registry)
-        for path in paths:
-            registry.add("models", path.stem, path, "test")
-
-    monkeypatch.setattr(plugins, "_shipped", more)
+    plugin("mini", PLUGIN)
 
 
 def make_host(home: Path, **changes) -> Path:
     """Write ``hw=host`` as a calibration would, with numbers that nobody measured."""
-    from importlib import resources
-
     text = resources.files("moebench.hardware_profiles").joinpath("m4pro.yaml").read_text()
     data = yaml.safe_load(text) | {"id": "host", "title": "this machine", "model": "", "match": {}, **changes}
     path = home / "hardware" / "host.yaml"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness_fixtures import MINI, SHORT, mini  # noqa: F401 - a fixture
+from harness_fixtures import MINI, SHORT, mini, plugin  # noqa: F401 - fixtures
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -43,15 +42,19 @@ def load_model(folder: str | Path, dtype: str, attention: str = "eager") -> PreT
     if not (Path(folder) / "config.json").is_file():
         raise BackendError(f"no transformers model at {folder}: it has no config.json")
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        model, found = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=float_type(dtype),
             attn_implementation=attention,
             local_files_only=True,
             trust_remote_code=False,
-        ).eval()
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            output_loading_info=True,
+        )
+    except Exception as error:  # transformers raises whatever a damaged file leads it to
         raise BackendError(f"cannot load the model at {folder}: {' '.join(str(error).split())[:300]}") from None
+    if missing := sorted(found["missing_keys"]):  # transformers would leave random numbers in their place
+        raise BackendError(f"the model at {folder} lacks {len(missing)} tensors: {', '.join(missing[:3])}")
+    return model.eval()
 
 
 def empty_model(config: Mapping[str, Any], dtype: str, attention: str = "eager") -> PreTrainedModel:

@@ -157,6 +157,8 @@ def _live(cell: Cell, registry: Registry, progress: Progress) -> Row:
     )  # fmt: skip
     prompts = _prompts(cell)
     ids = [model.tokenizer(p)["input_ids"] for p in prompts]
+    if not all(ids):
+        raise UsageError(f"a prompt of {config.workload.path} is empty: it has no tokens")
     batches = [ids[i : i + config.workload.batch] for i in range(0, len(ids), config.workload.batch)]
     stop = model.tokenizer.eos_token_id
     context = max(map(len, ids)) + config.workload.new_tokens

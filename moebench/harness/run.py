@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 
 from moebench.config import RunConfig
-from moebench.errors import UsageError
+from moebench.errors import MoebenchError, UsageError
 from moebench.harness.cell import failed_row, run_cell
+from moebench.harness.isolate import isolated
 from moebench.harness.plan import Cell, plan
-from moebench.plugins import load_plugins
+from moebench.plugins import Registry, load_plugins
 from moebench.residency.ledger import BudgetError
 from moebench.result import Row
 
@@ -20,31 +19,35 @@ def run(config: RunConfig) -> list[Row]:
     """All rows of one configuration. Wrong use raises; a cell that fails while running becomes a failed row."""
     registry = load_plugins()
     rows = []
-    with Status() as status:
-        for cell in plan(config, registry):
-            try:
-                rows.append(_isolated(cell) if cell.clock == "wall" else run_cell(cell, registry, status))
-            except Exception as error:
-                # what holds everything cannot be given less: that it does not fit is a result of this machine
-                hopeless = isinstance(error, BudgetError) and cell.spec.sizing == "full" and config.memory is None
-                if isinstance(error, UsageError) and not hopeless:
-                    raise
-                if config.debug:
-                    raise
-                rows.append(failed_row(cell, error))
+    for number, cell in enumerate(plan(config, registry)):
+        if cell.clock == "virtual":
+            rows.append(_attempt(cell, registry))
+            continue
+        try:
+            rows.append(isolated(_planned, config, number))
+        except UsageError:
+            raise
+        except MoebenchError as error:
+            rows.append(failed_row(cell, error))
     return rows
 
 
-def _isolated(cell: Cell) -> Row:
-    """Run a measured cell in a process of its own, so that no earlier cell's memory or threads are in its numbers."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(_child, cell).result()
+def _planned(config: RunConfig, number: int) -> Row:
+    registry = load_plugins()
+    return _attempt(plan(config, registry)[number], registry)
 
 
-def _child(cell: Cell) -> Row:
+def _attempt(cell: Cell, registry: Registry) -> Row:
+    """The row of a cell, or the failed row that says why there is none."""
     with Status() as status:
-        return run_cell(cell, load_plugins(), status)
+        try:
+            return run_cell(cell, registry, status)
+        except Exception as error:
+            # what holds everything cannot be given less: that it does not fit is a result of this machine
+            hopeless = isinstance(error, BudgetError) and cell.spec.sizing == "full" and cell.config.memory is None
+            if cell.config.debug or (isinstance(error, UsageError) and not hopeless):
+                raise
+            return failed_row(cell, error)
 
 
 class Status:
