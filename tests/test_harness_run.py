@@ -99,7 +99,8 @@ def test_a_modeled_row_marks_every_number_and_explains_every_gap(mini):  # noqa:
     assert "does not match m4pro" in row.protocol["why"]
     assert any(line.startswith("assumed: routing from a synthetic trace") for line in row.assumptions)
     assert any(line.startswith("transferred: ") for line in row.assumptions)
-    assert row.workload["hash"] and row.workload["kind"] == "synthetic"
+    assert row.workload["hash"]
+    assert row.workload["kind"] == "synthetic"
 
 
 def test_a_recorded_trace_is_not_an_assumption(mini, tmp_path):  # noqa: F811

@@ -1,0 +1,95 @@
+"""The pages say what the code does: every hook with its exact signature, and a plugin example that runs."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+from harness_fixtures import SHORT, mini, plugin  # noqa: F401 - fixtures
+
+import moebench
+from moebench import hookspecs
+from moebench.cli import main
+from moebench.engine.hooks import BROADCAST, FIRST_RESULT
+from moebench.engine.view import View
+from moebench.metrics import NAMES
+from moebench.plugins import REGISTRY_HOOKS, load_plugins
+from moebench.result import METRICS
+
+ROOT = Path(__file__).parents[1]
+HOOKS = {name: value for name, value in vars(hookspecs).items() if hasattr(value, "moebench_spec")}
+PAGE = (ROOT / "docs" / "hooks.md").read_text()
+
+
+def test_the_page_and_the_code_have_the_same_hooks_and_signatures():
+    documented = re.findall(r"^### `(.+)`$", PAGE, re.MULTILINE)
+    assert documented == [f"{name}{inspect.signature(hook)}" for name, hook in HOOKS.items()]
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_every_hook_says_in_one_line_what_it_is(name):
+    text = HOOKS[name].__doc__
+    assert text
+    assert "\n" not in text
+    body = PAGE.partition(f"### `{name}(")[2].partition("\n#")[0].partition("\n")[2]
+    assert len(body.split()) > 5
+
+
+def test_the_kind_that_the_page_states_is_the_kind_of_the_code():
+    once = {name for name, hook in HOOKS.items() if hook.moebench_spec["firstresult"]}
+    assert once == set(FIRST_RESULT)
+    assert set(HOOKS) - once == set(BROADCAST) | set(REGISTRY_HOOKS)
+    kind = ""
+    for line in PAGE.splitlines():
+        if line.startswith("## "):
+            kind = line
+        elif found := re.match(r"### `(\w+)\(", line):
+            body = PAGE.partition(f"### `{found[1]}(")[2].partition("\n#")[0]
+            stated = "first result" in (kind + body).lower()
+            assert stated == (found[1] in once), found[1]
+
+
+def test_the_page_lists_what_a_view_gives():
+    listed = set(re.findall(r"`view\.(\w+)", PAGE))
+    assert listed == {name for name in vars(View) if not name.startswith("_")}
+
+
+def test_every_hook_stands_in_the_table_of_who_uses_it():
+    table = PAGE.partition("## Who uses what today")[2]
+    assert set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (.+?) \|", table, re.MULTILINE)))) == set(HOOKS)
+
+
+def test_every_metric_is_defined():
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    assert set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (.+?) \|", page, re.MULTILINE)))) == set(METRICS)
+    assert set(NAMES) <= set(METRICS)
+
+
+def example() -> tuple[str, str]:
+    """The README's plugin and its entry point."""
+    section = (ROOT / "README.md").read_text().partition("## Add a system")[2].partition("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    (entry,) = re.findall(r"```toml\n(.*?)```", section, re.DOTALL)
+    return code, entry
+
+
+def test_the_readmes_plugin_runs_as_it_stands(mini, plugin, capsys):  # noqa: F811
+    code, entry = example()
+    assert entry.splitlines()[0] == "[project.entry-points.moebench]"
+    plugin("fifo", code)
+    assert main(["list", "systems"]) == 0
+    shown = capsys.readouterr()
+    assert re.search(r"fifo +First in, first out.*dist-fifo 1\.2", shown.out)
+    assert shown.err == ""
+    table = moebench.compare(["fifo"], model="mini", hw="m4pro", budget="0.4", **SHORT).set_index("system")
+    assert table["status"]["fifo"] == "ok"
+    assert table["hit_rate"]["ondemand"] < table["hit_rate"]["fifo"] < table["hit_rate"]["belady"]
+
+
+def test_the_readme_lists_the_systems_that_ship():
+    section = (ROOT / "README.md").read_text().partition("## Systems")[2].partition("\n## ")[0]
+    listed = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.+?) \|", section, re.MULTILINE)))
+    registry = load_plugins()
+    assert set(listed) == {n for n in registry.systems if registry.origin[f"systems/{n}"] == "moebench"}
