@@ -19,6 +19,8 @@ from moebench.cli import COMMANDS, main
 from moebench.commands.words import describe, parse
 from moebench.errors import UsageError
 from moebench.plugins import load_plugins
+from moebench.residency.policies import CAUSAL
+from moebench.trace.format import load
 from moebench.units import GIB
 
 
@@ -59,6 +61,8 @@ def test_help_names_every_command_and_each_has_its_own(capsys):
         (["trace", "stats"], "needs path="),
         (["trace", "stats", "path=nowhere"], "nowhere"),
         (["trace", "import", "path=x", "out=y", "format=csv"], "experts=N"),
+        (["trace", "import", "path=x", "out=y", "format=csv", "experts=4"], "model=NAME"),
+        (["trace", "import", "path=x", "out=y", "model=toy"], "meta.json"),
         (["trace", "synth", "out=x", "skew=steep"], "skew=steep"),
         (["trace", "synth", "out=x", "model=olmoe-1b-7b", "layers=3"], "layers is given by model"),
         (["pack", "model=x"], "needs out="),
@@ -136,6 +140,50 @@ def test_a_synthetic_trace_is_written_and_described(capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["tokens"] == 16
     assert main(["trace", "synth", "out=b.safetensors", *words[:-1], "seed=4"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["hash"] != first["hash"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.csv", "token,layer,experts\n0,0,1 2\n1,0,2 3\n"),
+        ("a.jsonl", '{"token": 0, "layer": 0, "experts": [1, 2]}\n{"token": 1, "layer": 0, "experts": [2, 3]}\n'),
+    ],
+)
+def test_a_recording_is_imported_under_the_name_of_its_model(capsys, name, text):
+    Path(name).write_text(text)
+    words = [f"path={name}", "out=t.safetensors", f"format={name.partition('.')[2]}", "experts=4", "model=toy"]
+    assert main(["trace", "import", *words]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["tokens"] == 2
+    trace = load("t.safetensors")
+    assert (trace.metadata["model"], trace.metadata["source"]) == ("toy", name)
+    assert main(["trace", "import", *words[:1], "out=u.safetensors", *words[2:], "source=my lab"]) == 0
+    assert load("u.safetensors").metadata["source"] == "my lab"
+
+
+def test_statistics_hold_the_hit_rate_of_every_policy(capsys):
+    assert main(["trace", "synth", "out=a.safetensors", "sequences=1", "prefill=4", "decode=60", "layers=3"]) == 0
+    capsys.readouterr()
+    assert main(["trace", "stats", "path=a.safetensors"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    rates = json.loads(shown[-1])["hit_rate"]
+    assert set(rates) == {*CAUSAL, "belady", "belady_bypass"}
+    for policy, by_share in rates.items():
+        (line,) = [line for line in shown if line.split()[:1] == [policy]]
+        assert line.split()[1:] == [f"{rate:.3f}" for rate in by_share.values()]
+        assert list(by_share) == ["0.125", "0.25", "0.375", "0.5"]
+        assert all(rates["belady"][share] >= by_share[share] for share in by_share if policy in CAUSAL)
+
+
+def test_hit_rates_are_counted_on_the_first_tokens_and_can_be_left_out(capsys):
+    assert main(["trace", "synth", "out=a.safetensors", "sequences=1", "prefill=4", "decode=60", "layers=3"]) == 0
+    found = {}
+    for count in (0, 30, 1000):
+        assert main(["trace", "stats", "path=a.safetensors", f"cached={count}"]) == 0
+        found[count] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert "hit_rate" not in found[0]
+    assert (found[30]["hit_rate_tokens"], found[1000]["hit_rate_tokens"]) == (30, 64)
+    assert found[30]["hit_rate"] != found[1000]["hit_rate"]
+    assert main(["trace", "stats", "path=a.safetensors", "cached=-1"]) == 2
 
 
 @dataclass(frozen=True)

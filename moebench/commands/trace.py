@@ -17,6 +17,8 @@ from moebench.plugins import load_plugins
 from moebench.progress import progress_bar
 from moebench.trace.format import Trace, load
 
+SHARES = (0.125, 0.25, 0.375, 0.5)  # of all experts, held in equal parts per layer
+
 
 @dataclass(frozen=True)
 class ImportOptions:
@@ -44,6 +46,11 @@ class StatsOptions:
     """A trace to describe."""
 
     path: str = dataclasses.field(metadata={"help": "trace file"})
+    cached: int = option(1000, "tokens, from the first, that hit rates by policy are counted on; 0 leaves them out")
+
+    def __post_init__(self) -> None:
+        if self.cached < 0:
+            raise UsageError(f"trace stats: cached must be at least 0, got {self.cached}")
 
 
 @dataclass(frozen=True)
@@ -85,15 +92,19 @@ def _stats(words: Sequence[str]) -> int:
     from moebench.trace.stats import statistics
 
     trace = load(options.path)
-    numbers = statistics(trace) | {"hit_rate": hit_rates(trace)}
+    numbers = statistics(trace)
     for name, value in numbers.items():
-        if name != "hit_rate" and not isinstance(value, list):
+        if not isinstance(value, list):
             print(f"{name:<20} {json.dumps(value)}")
-    shares = list(next(iter(numbers["hit_rate"].values())))
-    print(f"{'hit_rate, share of experts held':<32}" + "".join(f"{share:>8}" for share in shares))
-    for policy, rates in numbers["hit_rate"].items():
-        cells = ["-" if rate is None else f"{rate:.3f}" for rate in rates.values()]
-        print(f"  {policy:<30}" + "".join(f"{cell:>8}" for cell in cells))
+    if options.cached:
+        rows = slice(0, options.cached)
+        columns = (trace.experts[rows], trace.phase[rows], trace.sequence[rows], trace.position[rows])
+        start = Trace(*columns, metadata=trace.metadata)
+        numbers |= {"hit_rate": hit_rates(start, SHARES), "hit_rate_tokens": start.tokens}
+        print(f"{f'hit rate, {start.tokens} tokens, share held':<40}" + "".join(f"{s:>8}" for s in SHARES))
+        for policy, rates in numbers["hit_rate"].items():
+            cells = ["-" if rate is None else f"{rate:.3f}" for rate in rates.values()]
+            print(f"  {policy:<38}" + "".join(f"{cell:>8}" for cell in cells))
     print(json.dumps(numbers, sort_keys=True, separators=(",", ":")))
     return 0
 
