@@ -77,9 +77,9 @@ def recall(rng: random.Random, level: float = 1.0) -> Item:
 
 
 def lists(rng: random.Random, level: float = 1.0) -> Item:
-    """One operation on a list of up to 8 letters or digits: reverse, sort, rotate, double, unique, largest, count."""
+    """One operation on a list of up to 7 letters or digits: reverse, sort, rotate, double, unique, largest, count."""
     alphabet = rng.choice((LETTERS, "0123456789"))
-    items = [rng.choice(alphabet) for _ in range(_length(rng, level, 2, 8))]
+    items = [rng.choice(alphabet) for _ in range(_length(rng, level, 2, 7))]
     name = rng.choice(("reverse", "sort", "rotate", "double", "unique", "largest", "count"))
     if name == "count":
         target = rng.choice(items)
@@ -97,28 +97,21 @@ def lists(rng: random.Random, level: float = 1.0) -> Item:
 
 
 def program(rng: random.Random, level: float = 1.0) -> Item:
-    """Trace a straight-line program of up to 8 assignments over four variables; numbers are modulo 100."""
-    env: dict[str, int] = {}
-    lines, steps = [], []
-    for index in range(_length(rng, level, 2, 8)):
-        target = rng.choice("abcd")
-        if index == 0 or rng.random() < 0.2:
-            env[target] = rng.randrange(100)
-            lines.append(f"{target} = {env[target]}")
-            steps.append(f"{target} = {env[target]}")
-            continue
-        source, op = rng.choice(sorted(env)), rng.choice("+-*")
-        if op != "*" and rng.random() < 0.4:
-            other = rng.choice(sorted(env))
-            right, shown = env[other], other
-        else:
-            right = rng.randint(2, 9)
-            shown = str(right)
+    """Trace a small program: three variables are set, then up to 5 statements change them; numbers are modulo 100.
+
+    The steps restate all variables after each statement.
+    """
+    env = {name: rng.randrange(100) for name in "abc"}
+    lines = [f"{name} = {value}" for name, value in env.items()]
+    steps = [" ".join(f"{name} {value}" for name, value in env.items())]
+    for _ in range(_length(rng, level, 1, 5)):
+        target, source, op, right = rng.choice("abc"), rng.choice("abc"), rng.choice("+-*"), rng.randint(2, 9)
         left = env[source]
         env[target] = {"+": left + right, "-": left - right, "*": left * right}[op] % 100
-        lines.append(f"{target} = {source} {op} {shown}")
-        steps.append(f"{target} = {left} {op} {right} = {env[target]}")
-    asked = rng.choice(sorted(env))
+        lines.append(f"{target} = {source} {op} {right}")
+        state = " ".join(f"{name} {value}" for name, value in env.items())
+        steps.append(f"{target} = {left} {op} {right} = {env[target]} : {state}")
+    asked = rng.choice("abc")
     prompt = "program: " + " ; ".join(lines) + f" ; print {asked} ?"
     return Item("program", prompt, " ; ".join(steps), str(env[asked]))
 

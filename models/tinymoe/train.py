@@ -28,7 +28,7 @@ from transformers import AutoTokenizer
 from moebench.models.tinymoe.domains import DOMAINS, Item, generate
 
 VOCABULARY_SIZE = 384
-DOMAIN_SHARES = {"chain": 1.0, "recall": 0.8, "lists": 0.8, "program": 1.4, "world": 1.2}
+DOMAIN_SHARES = {"chain": 0.8, "recall": 0.6, "lists": 1.2, "program": 1.6, "world": 1.2}
 ITEMS_PER_STEP = 56
 PROMPT_WEIGHT, STEPS_WEIGHT, ANSWER_WEIGHT = 0.1, 1.0, 2.0
 AUX_LOSS_COEF = 0.01
@@ -275,7 +275,8 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "rendezvous").unlink(missing_ok=True)
-    build_tokenizer(args.out)
+    if not (args.out / "tokenizer.json").exists():  # a resumed run keeps its vocabulary, whatever the items are now
+        build_tokenizer(args.out)
     job = (args.kind, args.out, args.steps, args.seed, args.save_every, args.workers)
     torch.multiprocessing.spawn(train, job, nprocs=args.workers)
 
