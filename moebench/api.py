@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +28,12 @@ def run(**options: Any) -> list[Row]:
     return harness.run(compose.resolve(job, registry))
 
 
-def compare(systems: Sequence[str], baselines: bool = True, **options: Any) -> pandas.DataFrame:
+def compare(systems: str | Sequence[str], baselines: bool = True, **options: Any) -> pandas.DataFrame:
     """Run several systems on one cell; one line per row, one column per metric, and ``<metric>.provenance`` beside
     each.
 
-    With ``baselines`` the floor, the baselines and the oracles stand in the table too.
+    With ``baselines`` the floor, the baselines and the oracles stand in the table too; ``systems="all"`` takes every
+    system. A system that cannot run here keeps its line, with ``status`` failed and the reason in ``error``.
     """
     from moebench import harness
     from moebench.commands import compare as command
@@ -40,8 +42,10 @@ def compare(systems: Sequence[str], baselines: bool = True, **options: Any) -> p
 
     registry = load_plugins()
     compose.register_groups(registry)
-    chosen = command.CompareOptions(systems=tuple(systems), baselines=baselines)
-    return frame([row for config in command.plan(chosen, _words(options), registry) for row in harness.run(config)])
+    names = systems.split(",") if isinstance(systems, str) else systems
+    chosen = command.CompareOptions(systems=tuple(names), baselines=baselines)
+    configs = command.plan(chosen, _words(options), registry)
+    return frame([row for config in configs for row in harness.run(config, strict=False)])
 
 
 def frame(rows: Sequence[Row]) -> pandas.DataFrame:
@@ -59,12 +63,23 @@ def frame(rows: Sequence[Row]) -> pandas.DataFrame:
 
 
 def _words(options: dict[str, Any]) -> list[str]:
-    """Keywords as command-line words; text is quoted where hydra's grammar needs it."""
+    """Keywords as command-line words; the options of a nested mapping become dotted keys."""
     words = []
     for key, value in options.items():
-        text = (
-            {True: "true", False: "false", None: "null"}.get(value, value) if isinstance(value, bool | None) else value
-        )
-        quoted = f"'{text}'" if isinstance(text, str) and not text.replace(".", "").replace("_", "").isalnum() else text
-        words.append(f"{key}={quoted}")
+        if isinstance(value, dict):
+            words += _words({f"{key}.{name}": nested for name, nested in value.items()})
+        else:
+            words.append(f"{key}={_written(value)}")
     return words
+
+
+def _written(value: Any) -> str:
+    """A value in hydra's grammar: text is quoted, and nothing in it is read as a reference to another option."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_written, value))}]"
+    if isinstance(value, int | float):
+        return str(value)
+    text = re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", str(value))
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + (r"\'" if found[2] else ""), text) + "'"

@@ -17,10 +17,11 @@ def parse_bytes(text: str, what: str = "size") -> int:
         raise UsageError(
             f"{what} {text!r} is not a size; write a number and a unit of B, KiB, MiB, GiB, MB, GB, such as 3GiB"
         )
-    nbytes = int(float(match[1]) * UNITS[match[2].lower()])
-    if nbytes < 1:
-        raise UsageError(f"{what} {text!r} must be larger than zero")
-    return nbytes
+    nbytes = float(match[1]) * UNITS[match[2].lower()]
+    if not 1 <= nbytes < 1 << 63:
+        shown = text if len(text) < 40 else f"{text[:20]}..."
+        raise UsageError(f"{what} {shown!r} must be at least one byte and less than 8 EiB")
+    return int(nbytes)
 
 
 def parse_budget(text: str, routed_bytes: int) -> int:

@@ -53,7 +53,10 @@ class RunConfig:
     memory: str | None = option(None, "cap on all memory that the run books, such as 6GiB")
     quant: Literal["int4", "int8", "none"] = option("int4", "stored precision of expert weights")
     layout: Literal["packed", "checkpoint", "ordered"] = option("packed", "order of experts in the pack")
-    order: str = option("", "trace whose most used experts come first; layout=ordered, tinymoe ships its own")
+    order: str = option(
+        "", "trace file whose most used experts come first; with layout=ordered only, where empty takes tinymoe's own"
+    )
+    stack: str = option("auto", "software stack whose constants the modeled clock uses; auto takes the profile's own")
     engine: str = option("auto", "read engine; auto takes the system's own, else the profile's")
     numerics: Literal["row_invariant", "fast"] = option(
         "row_invariant", "kernels whose rows do not depend on their neighbours"

@@ -8,12 +8,19 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import example, given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
 from test_result_files import make_row
 
+import moebench
+import moebench.api
 from moebench import harness
 from moebench.cli import main
 from moebench.config import RunConfig, WorkloadConfig
 from moebench.errors import UsageError
+from moebench.plugins import load_plugins
 from moebench.result import load
 
 
@@ -25,13 +32,14 @@ def ran(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     configs: list[RunConfig] = []
 
-    def run(config: RunConfig):
+    def run(config: RunConfig, strict: bool = True):
         if config.seed == 13:
             raise OSError("the disk is gone")
         if config.seed == 14:
             raise KeyboardInterrupt
         configs.append(config)
-        failed = {"status": "failed", "error": "boom"} if config.seed == 15 else {}
+        lost = config.seed == 15 or (config.seed == 16 and config.system == "resident")
+        failed = {"status": "failed", "error": "boom"} if lost else {}
         return [make_row(system=config.system, config=config.resolved(), **failed)]
 
     monkeypatch.setattr(harness, "run", run)
@@ -77,7 +85,17 @@ def one_line(capsys) -> str:
         (["+foo=1"], ["not added"]),
         (["system={a:"], ["error"]),
         (["system.id=lru"], ["system=NAME"]),
+        (["~hydra.job"], ["not added or removed"]),
+        (["hydra.job.nme=1"], ["nme"]),
+        ([f"memory={'9' * 300}GiB"], ["8 EiB"]),
+        ([f"budget={'9' * 400}GiB"], ["8 EiB"]),
+        (["order=a.safetensors"], ["layout=ordered"]),
+        (["-m", "seed=1,2", "repeats=0,1"], ["seed=1 repeats=0: ", "at least 1"]),
         (["--fast"], ["--fast", "--cfg job"]),
+        (["--config-name", "foo"], ["--config-name", "-m, --cfg job, --info"]),
+        (["--config-dir=."], ["--config-dir", "-m, --cfg job, --info"]),
+        (["--resolve"], ["--resolve", "-m, --cfg job, --info"]),
+        (["--cfg", "jobs"], ["jobs", "-m, --cfg job, --info"]),
     ],
 )
 def test_wrong_words_are_one_line_and_nothing_runs(words, hints, ran, capsys):
@@ -87,6 +105,22 @@ def test_wrong_words_are_one_line_and_nothing_runs(words, hints, ran, capsys):
         assert hint in line
     assert not ran
     assert not Path("results").exists()
+
+
+@pytest.mark.parametrize("command", [["run"], ["run", "-m", "seed=1,2"], ["compare", "systems=lru"]])
+@pytest.mark.parametrize("place", ["/proc/x", "file/below"])
+def test_a_place_that_cannot_be_written_is_refused_before_anything_runs(command, place, ran, capsys):
+    Path("file").write_text("")
+    assert main([*command, f"out={place}"]) == 2
+    assert f"out={place}" in one_line(capsys)
+    assert not ran
+
+
+def test_showing_the_job_makes_no_folder(ran):
+    assert main(["run", "--cfg", "job", "out=here"]) == 0
+    assert main(["run", "--info", "out=here"]) == 0
+    assert not ran
+    assert not Path("here").exists()
 
 
 def test_a_run_prints_table_then_document_and_writes_one_file(ran, capsys):
@@ -120,6 +154,8 @@ def test_every_option_reaches_the_run(ran):
         "quant": "none",
         "layout": "ordered",
         "engine": "mmap",
+        "order": "a.safetensors",
+        "stack": "native",
         "numerics": "fast",
     }
     given |= {
@@ -166,7 +202,18 @@ def test_one_failure_in_a_sweep_keeps_the_other_rows(ran, capsys):
     assert main(["run", "-m", "seed=1,13,2"]) == 1
     shown = capsys.readouterr()
     assert len(json.loads(shown.out.splitlines()[-1])["rows"]) == 2
-    assert sum("the disk is gone" in line for line in shown.err.splitlines()) == 1
+    assert [line for line in shown.err.splitlines() if "the disk is gone" in line] == [
+        "moebench: error: seed=13: the disk is gone"
+    ]
+
+
+def test_every_failure_of_a_sweep_is_told_with_its_words(ran, capsys):
+    assert main(["run", "-m", "seed=13", "chunk=8,16", "debug=true"]) == 1
+    shown = capsys.readouterr()
+    assert json.loads(shown.out.splitlines()[-1])["rows"] == []
+    told = [line for line in shown.err.splitlines() if line.startswith("moebench: error")]
+    assert told == [f"moebench: error: seed=13 chunk={chunk} debug=True: the disk is gone" for chunk in (8, 16)]
+    assert shown.err.count("Traceback") == 2
 
 
 def test_a_failed_run_is_one_line_and_exit_code_1(capsys):
@@ -194,7 +241,7 @@ def test_the_composed_job_can_be_shown_without_running(ran, capsys):
     assert main(["run", "--cfg", "job", "system=slru"]) == 0
     text = capsys.readouterr().out
     assert "protected: 0.8" in text
-    assert "budget: '0.15'" in text
+    assert "budget: '0.25'" in text
     assert not ran
     assert sys.argv == before
 
@@ -210,6 +257,46 @@ def test_a_comparison_carries_floor_baselines_and_oracle(ran, capsys):
     assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]) == len(systems)
 
 
+def test_only_the_systems_that_were_asked_for_decide_the_exit_code(ran, capsys):
+    assert main(["compare", "systems=slru", "seed=16"]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert {row["system"]: row["error"] for row in rows if row["status"] == "failed"} == {"resident": "boom"}
+    assert main(["compare", "systems=slru,resident", "seed=16"]) == 1
+    assert main(["compare", "systems=all", "seed=16"]) == 1
+
+
+def test_all_stands_for_every_system_and_none_runs_twice(ran):
+    assert main(["compare", "systems=all"]) == 0
+    assert sorted(config.system for config in ran) == sorted(load_plugins().systems)
+
+
+def test_a_comparison_from_python_takes_one_name_and_nested_options(ran):
+    moebench.compare("slru", baselines=False, workload={"requests": 1, "name": "a 'b'/c"}, seed=3)
+    (config,) = ran
+    assert (config.system, config.seed) == ("slru", 3)
+    assert (config.workload.requests, config.workload.name) == (1, "a 'b'/c")
+
+
+@given(st.text() | st.booleans() | st.none() | st.integers() | st.text(alphabet="\\'\"${}, a"))
+@example("a\\")
+@example("${out}")
+@example("007")
+def test_any_keyword_value_survives_hydras_grammar(value):
+    (word,) = moebench.api._words({"workload": {"name": value}})
+    override = OverridesParser.create().parse_override(word)
+    assert override.key_or_group == "workload.name"
+    assert OmegaConf.to_container(OmegaConf.create({"x": override.value()}), resolve=True)["x"] == value
+
+
+def test_the_help_lists_every_option(capsys):
+    assert main(["run", "--help"]) == 0
+    text = capsys.readouterr().out
+    for entry in dataclasses.fields(RunConfig):
+        if entry.name not in ("knobs", "workload"):
+            assert f"  {entry.name}=" in text
+            assert entry.metadata["help"] in text
+
+
 def test_a_comparison_without_baselines_runs_what_was_asked(ran):
     assert main(["compare", "systems=lru,slru", "baselines=false"]) == 0
     assert [config.system for config in ran] == ["lru", "slru"]
@@ -220,6 +307,8 @@ def test_a_comparison_without_baselines_runs_what_was_asked(ran):
     [
         (["systems=lru,slur"], "did you mean slru?"),
         (["baselines=false"], "systems=a,b"),
+        ([], "systems=a,b or systems=all"),
+        (["systems="], "systems=a,b or systems=all"),
         (["system=lru"], "systems=a,b"),
         (["systems=lru", "baselines=false", "slru.protected=1"], "slru is not compared"),
         (["systems=slru", "slru.protectd=1"], "did you mean protected?"),

@@ -105,7 +105,7 @@ def _check(override: Override, registry: Registry, sweep: bool) -> None:
     """Refuse a key that does not exist, a name that is not registered, and a list of values without ``-m``."""
     key = override.key_or_group
     head, _, tail = key.partition(".")
-    if head == "hydra" or head.startswith("hydra/"):
+    if (head == "hydra" or head.startswith("hydra/")) and not override.is_delete():
         return
     if override.is_add() or override.is_delete() or override.is_force_add():
         raise UsageError(
@@ -140,8 +140,8 @@ def _workload(name: str) -> None:
 
 def _check_knobs(overrides: Sequence[str], registry: Registry) -> None:
     """Refuse an option that the chosen system does not have."""
-    given = dict(word.split("=", 1) for word in overrides)
-    spec = registry.system(given.get("system", defaults()["system"]))
+    given = {o.key_or_group: o.value() for o in OverridesParser.create().parse_overrides(list(overrides))}
+    spec = registry.system(str(given.get("system", defaults()["system"])))
     knobs = [f.name for f in dataclasses.fields(spec.config)]
     for key in given:
         if key.startswith("system.") and key.removeprefix("system.") not in knobs:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import hydra
-from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from moebench import result
 from moebench.commands import compose
+from moebench.commands.places import writable_folder
 from moebench.commands.words import describe
 from moebench.config import RunConfig
 from moebench.errors import UsageError
@@ -36,10 +40,17 @@ def main(words: Sequence[str]) -> int:
         return 0
     compose.register_groups(registry)
     parsed = _parse(words)
+    configs = []
     for job in compose.jobs(parsed.overrides, registry, parsed.multirun):
-        compose.resolve(job, registry)
+        try:
+            configs.append(compose.resolve(job, registry))
+        except UsageError as error:
+            raise UsageError(f"{' '.join(job)}: {error}" if parsed.multirun else str(error)) from None
+    if not (parsed.cfg or parsed.info):
+        for folder in dict.fromkeys(config.out for config in configs):
+            writable_folder(folder)
     rows: list[result.Row] = []
-    failures: list[Exception] = []
+    failures: list[tuple[str, Exception]] = []
 
     @hydra.main(version_base="1.3", config_path=f"pkg://{compose.CONFIGS}", config_name="run")
     def task(composed: DictConfig) -> None:
@@ -48,47 +59,60 @@ def main(words: Sequence[str]) -> int:
             rows.extend(run_cell(config))
         except Exception as error:
             if config.debug:
-                raise
-            failures.append(error)
+                traceback.print_exc()
+            failures.append((" ".join(HydraConfig.get().overrides.task), error))
 
-    before = sys.argv
-    flags = [word for word in words if word not in parsed.overrides]
-    sys.argv = ["moebench run", *parsed.overrides, *flags]  # hydra wants them apart
-    try:
-        task()
-    except SystemExit as stop:
-        if stop.code:
-            return 1
-    finally:
-        sys.argv = before
+    flags = [flag for flag, on in (("-m", parsed.multirun), ("--info", parsed.info)) if on]
+    flags += ["--cfg", parsed.cfg] if parsed.cfg else []
+    _under_hydra(task, [*parsed.overrides, *flags])
     if parsed.cfg or parsed.info:
         return 0
-    if failures and not rows:
-        raise failures[0]
-    for error in failures:
-        print(f"moebench: error: {' '.join(str(error).split())}", file=sys.stderr)
+    if failures and not parsed.multirun:
+        raise failures[0][1]
+    for job_words, error in failures:
+        print(f"moebench: error: {job_words}: {' '.join(str(error).split())}", file=sys.stderr)
     return finish(rows) or int(bool(failures))
 
 
-def run_cell(config: RunConfig) -> list[result.Row]:
-    """Run one cell and write its rows; returns them."""
+def _under_hydra(task: Callable[[], None], words: list[str]) -> None:
+    """Let hydra read ``words`` and run the task; what hydra itself refuses is one line, as any other wrong use."""
+    before, shown = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = ["moebench run", *words]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors are raised to us instead of printed with their traces
+    try:
+        task()
+    except HydraException as error:
+        raise UsageError(str(error).split("\n")[0]) from error
+    finally:
+        sys.argv = before
+        os.environ.pop("HYDRA_FULL_ERROR")
+        if shown is not None:
+            os.environ["HYDRA_FULL_ERROR"] = shown
+
+
+def run_cell(config: RunConfig, strict: bool = True) -> list[result.Row]:
+    """Run one configuration and write its rows; returns them. ``strict`` as for ``harness.run``."""
     from moebench import harness
 
-    rows = harness.run(config)
+    rows = harness.run(config, strict)
     for row in rows:
         print(f"wrote {result.write(row, Path(config.out))}", file=sys.stderr)
     return rows
 
 
-def finish(rows: Sequence[result.Row]) -> int:
-    """Print the table and, as the last line, the document; 1 when a row failed."""
+def finish(rows: Sequence[result.Row], asked: Collection[str] | None = None) -> int:
+    """Print the table and, as the last line, the document; 1 when a row failed, of the systems ``asked`` if given."""
     print_table(rows, sys.stdout)
     print(result.stdout_document(rows))
-    return int(any(row.status == "failed" for row in rows))
+    return int(any(row.status == "failed" and (asked is None or row.system in asked) for row in rows))
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = get_args_parser()
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("-m", "--multirun", action="store_true")
+    parser.add_argument("--cfg", choices=["job"])
+    parser.add_argument("--info", action="store_true")
 
     def refuse(message: str) -> None:
         raise UsageError(f"run: {message}; flags: -m, --cfg job, --info")

@@ -15,29 +15,32 @@ from moebench.residency.ledger import BudgetError
 from moebench.result import Row
 
 
-def run(config: RunConfig) -> list[Row]:
-    """All rows of one configuration. Wrong use raises; a cell that fails while running becomes a failed row."""
+def run(config: RunConfig, strict: bool = True) -> list[Row]:
+    """All rows of one configuration. A cell that fails while running becomes a failed row.
+
+    Wrong use that shows in a cell, such as a budget it does not fit, raises; without ``strict`` it is a failed row too.
+    """
     registry = load_plugins()
     rows = []
     for number, cell in enumerate(plan(config, registry)):
         if cell.clock == "virtual":
-            rows.append(_attempt(cell, registry))
+            rows.append(_attempt(cell, registry, strict))
             continue
         try:
-            rows.append(isolated(_planned, config, number))
-        except UsageError:
-            raise
+            rows.append(isolated(_planned, config, number, strict))
         except MoebenchError as error:
+            if strict and isinstance(error, UsageError):
+                raise
             rows.append(failed_row(cell, error))
     return rows
 
 
-def _planned(config: RunConfig, number: int) -> Row:
+def _planned(config: RunConfig, number: int, strict: bool) -> Row:
     registry = load_plugins()
-    return _attempt(plan(config, registry)[number], registry)
+    return _attempt(plan(config, registry)[number], registry, strict)
 
 
-def _attempt(cell: Cell, registry: Registry) -> Row:
+def _attempt(cell: Cell, registry: Registry, strict: bool) -> Row:
     """The row of a cell, or the failed row that says why there is none."""
     with Status() as status:
         try:
@@ -45,7 +48,7 @@ def _attempt(cell: Cell, registry: Registry) -> Row:
         except Exception as error:
             # what holds everything cannot be given less: that it does not fit is a result of this machine
             hopeless = isinstance(error, BudgetError) and cell.spec.sizing == "full" and cell.config.memory is None
-            if cell.config.debug or (isinstance(error, UsageError) and not hopeless):
+            if cell.config.debug or (strict and isinstance(error, UsageError) and not hopeless):
                 raise
             return failed_row(cell, error)
 
