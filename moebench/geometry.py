@@ -28,7 +28,8 @@ class Geometry:
 
     ``other_parameters`` counts what is neither a routed expert nor a shared expert: embeddings, attention, routers,
     norms. ``kv_bytes_per_token`` is the state that grows with context, over all layers; ``fixed_state_bytes`` the state
-    that does not (recurrent and convolution states). Shared experts are always resident and count as dense weights.
+    that does not (recurrent and convolution states).
+    ``tied``: input embedding and head are one matrix. Shared experts are always resident and count as dense weights.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Geometry:
     kv_bytes_per_token: int = 0
     fixed_state_bytes: int = 0
     vocabulary: int = 0
+    tied: bool = False
     sources: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -37,6 +37,7 @@ NUMBERS = {
     "compute.bf16_tflops": ("TFLOP/s", True),
     "compute.int4_tflops": ("TFLOP/s", True),
 }
+RATES = ("GB/s", "TFLOP/s")  # what seconds are divided by
 STACK_NUMBERS = {"per_load_ms": "ms", "host_sync_us": "us", "layer_floor_us": "us"}
 SECTIONS = ("memory", "storage", "bandwidth", "compute")
 KEYS = {"id", "title", "match", "model", "engine", "stack", "unified", "read_curve", "stacks", *SECTIONS}
@@ -138,6 +139,8 @@ def load(path: str | Path) -> HardwareProfile:
         data = yaml.safe_load(path.read_text())
     except OSError as error:
         raise HardwareError(f"hardware file {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise HardwareError(f"hardware file {path} is not a text file") from None
     except yaml.YAMLError as error:
         raise HardwareError(f"hardware file {path} is not YAML: {' '.join(str(error).split())}") from None
     return from_dict(data, str(path))
@@ -148,11 +151,20 @@ def from_dict(data: Any, where: str) -> HardwareProfile:
     if not isinstance(data, dict):
         raise HardwareError(f"{where}: expected a mapping with {', '.join(sorted(KEYS))}")
     if extra := set(data) - KEYS:
-        raise HardwareError(f"{where}: unknown key {', '.join(sorted(extra))}; valid: {', '.join(sorted(KEYS))}")
+        raise HardwareError(
+            f"{where}: unknown key {', '.join(sorted(map(str, extra)))}; valid: {', '.join(sorted(KEYS))}"
+        )
     if missing := KEYS - set(data):
         raise HardwareError(f"{where}: missing {', '.join(sorted(missing))}")
     if not isinstance(data["unified"], bool):
         raise HardwareError(f"{where}: unified must be true or false")
+    for key in (*SECTIONS, "stacks"):
+        if not isinstance(data[key], dict):
+            raise HardwareError(f"{where}: {key} must be a mapping of numbers, got {data[key]!r}")
+    named = {key: data[key] for key in ("id", "title", "model", "engine", "stack")}
+    for key, value in named.items():
+        if not isinstance(value, str):
+            raise HardwareError(f"{where}: {key} must be text, got {value!r}")
     quantities = {}
     for name, (unit, always) in NUMBERS.items():
         section, key = name.split(".")
@@ -164,17 +176,41 @@ def from_dict(data: Any, where: str) -> HardwareProfile:
         known = [name.split(".")[1] for name in NUMBERS if name.startswith(section + ".")]
         if extra := set(data[section]) - set(known):
             raise HardwareError(
-                f"{where}: unknown {section} number {', '.join(sorted(extra))}; valid: {', '.join(known)}"
+                f"{where}: unknown {section} number {', '.join(sorted(map(str, extra)))}; valid: {', '.join(known)}"
             )
     stacks = {name: _stack(name, body, where) for name, body in data["stacks"].items()}
     if data["stack"] not in stacks:
         raise HardwareError(f"{where}: stack {data['stack']!r} is not one of {', '.join(sorted(stacks))}")
-    named = {key: str(data[key]) for key in ("id", "title", "model", "engine", "stack")}
     curve = _curve(data["read_curve"], where)
-    rule = data["match"] or {}
+    rule = _match(data["match"], where)
     return HardwareProfile(
         **named, unified=data["unified"], match=rule, quantities=quantities, read_curve=curve, stacks=stacks
     )
+
+
+def _match(rule: Any, where: str) -> dict[str, Any]:
+    """How a machine is recognised: patterns for its cpu and gpu, and bounds of its memory."""
+    rule = {} if rule is None else rule
+    if not isinstance(rule, dict) or not set(rule) <= {"cpu", "gpu", "ram_gib"}:
+        raise HardwareError(f"{where}: match must be a mapping with cpu, gpu and ram_gib, or empty, got {rule!r}")
+    for part in {"cpu", "gpu"} & set(rule):
+        try:
+            re.compile(rule[part])
+        except (TypeError, re.error) as error:
+            raise HardwareError(f"{where}: match.{part} {rule[part]!r} is not a pattern: {error}") from None
+    if "ram_gib" in rule and len(_numbers(rule["ram_gib"], f"{where}: match.ram_gib")) != 2:
+        raise HardwareError(f"{where}: match.ram_gib must be [low, high], got {rule['ram_gib']!r}")
+    return rule
+
+
+def _numbers(values: Any, where: str) -> tuple[float, ...]:
+    if not isinstance(values, list) or not all(map(_is_number, values)):
+        raise HardwareError(f"{where} must be a list of numbers, got {values!r}")
+    return tuple(map(float, values))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
 
 
 def _quantity(entry: Any, unit: str, where: str) -> Quantity:
@@ -190,8 +226,10 @@ def _quantity(entry: Any, unit: str, where: str) -> Quantity:
     if entry["unit"] != unit:
         raise HardwareError(f"{where} must be in {unit}, got {entry['unit']!r}")
     value = entry["value"]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+    if not _is_number(value) or value < 0:
         raise HardwareError(f"{where}: value must be a number of at least 0, got {value!r}")
+    if not value and unit in RATES:
+        raise HardwareError(f"{where}: a rate in {unit} must be larger than 0")
     kind, text = _source(entry["source"], where)
     return Quantity(float(value), unit, kind, text, str(entry.get("machine", "")))
 
@@ -206,7 +244,7 @@ def _source(source: Any, where: str) -> tuple[str, str]:
 
 
 def _stack(name: str, body: Any, where: str) -> Stack:
-    if set(body) != set(STACK_NUMBERS):
+    if not isinstance(body, dict) or set(body) != set(STACK_NUMBERS):
         raise HardwareError(f"{where}: stack {name} must give exactly {', '.join(STACK_NUMBERS)}")
     found = {key: _quantity(body[key], unit, f"{where}: stacks.{name}.{key}") for key, unit in STACK_NUMBERS.items()}
     return Stack(name, **{key: q.value for key, q in found.items()}, quantities=found)
@@ -217,8 +255,10 @@ def _curve(body: Any, where: str) -> ReadCurve:
     if not isinstance(body, dict) or set(body) != keys or body["unit"] != "GB/s":
         raise HardwareError(f"{where}: read_curve must give {', '.join(sorted(keys))}, in GB/s")
     kind, text = _source(body["source"], f"{where}: read_curve")
-    sizes, depths = (tuple(float(x) for x in body[key]) for key in ("sizes_kib", "depths"))
-    rows = tuple(tuple(float(x) for x in row) for row in body["rows"])
+    sizes, depths = (_numbers(body[key], f"{where}: read_curve.{key}") for key in ("sizes_kib", "depths"))
+    if not isinstance(body["rows"], list):
+        raise HardwareError(f"{where}: read_curve.rows must be a list of rows, got {body['rows']!r}")
+    rows = tuple(_numbers(row, f"{where}: read_curve.rows") for row in body["rows"])
     for name, axis in (("sizes_kib", sizes), ("depths", depths)):
         if not axis or axis[0] <= 0 or list(axis) != sorted(set(axis)):
             raise HardwareError(f"{where}: read_curve.{name} must be positive and ascending")

@@ -47,8 +47,7 @@ class Metrics:
     def end_step(self, step, record, view) -> None:
         """Count a decode step once warm-up is over; a prefill step only ends the time to first token."""
         if step.phase == PREFILL:
-            if step.emits:
-                self.ttft_s.append(record.ended_s - self._request_s)
+            self.ttft_s += [record.ended_s - self._request_s] * step.emits  # one per request of the batch
             return
         self.seen += step.emits
         if self.seen <= self.warmup_tokens:

@@ -22,8 +22,9 @@ def costs(**changes) -> Costs:
     read = (0.0, *[1e-3 / min(d, 4) for d in range(1, 9)])
     base = dict(
         read_bytes=GEOMETRY.slot_bytes, expert_bytes=GEOMETRY.expert_bytes, read_s=read, block_s=5e-4, load_host_s=0.0,
-        cached_s=1e-5, page_cache_bytes=0, copy_s=2e-4, copy_latency_s=1e-5, dense_layer_s=3e-4, dense_row_s=0.0,
-        head_s=1e-4, context_row_s=0.0, expert_s=1e-4, expert_row_s=0.0, layer_floor_s=0.0, host_sync_s=0.0,
+        cached_s=1e-5, page_cache_bytes=0, copy_s=2e-4, copy_back_s=3e-4, copy_latency_s=1e-5,
+        dense_layer_s=3e-4, dense_row_s=0.0,
+        head_s=1e-4, state_byte_s=0.0, expert_s=1e-4, expert_row_s=0.0, layer_floor_s=0.0, host_sync_s=0.0,
     )  # fmt: skip
     return Costs(**{**base, **changes})
 

@@ -12,6 +12,7 @@ from typing import Literal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from store_fixtures import SmallSource
 
 from moebench import hardware
 from moebench.budget import parse_budget, parse_bytes
@@ -65,6 +66,16 @@ def test_help_names_every_command_and_each_has_its_own(capsys):
         (["trace", "import", "path=x", "out=y", "model=toy"], "meta.json"),
         (["trace", "synth", "out=x", "skew=steep"], "skew=steep"),
         (["trace", "synth", "out=x", "model=olmoe-1b-7b", "layers=3"], "layers is given by model"),
+        (["trace", "synth", "out=x", "top_k=9", "experts=8"], "top_k 9 <= experts 8"),
+        (["trace", "synth", "out=x", "skew=nan"], "skew"),
+        (["trace", "synth", "out=missing/x"], "no folder missing"),
+        (["trace", "synth", "out=/proc/x"], "out=/proc/x"),
+        (["trace", "synth", "out=."], "not the name of a file"),
+        (["trace", "record", "out=missing/x"], "no folder missing"),
+        (["trace", "import", "path=x", "out=missing/x"], "no folder missing"),
+        (["calibrate", "out=missing/x.yaml"], "no folder missing"),
+        (["calibrate", "dir=/nope"], "dir=/nope"),
+        (["doctor", "path=/nope"], "path=/nope"),
         (["pack", "model=x"], "needs out="),
         (["pack", "model=x", "out=y"], "config.json"),
         (["pack", "model=x", "out=y", "quant=int5"], "int4, int8, none"),
@@ -79,6 +90,7 @@ def test_wrong_use_is_one_line_and_exit_code_2(words, hint, capsys):
     (line,) = shown.err.splitlines()
     assert line.startswith("moebench: error: ")
     assert hint in line
+    assert not list(Path().iterdir())
 
 
 def test_no_command_is_wrong_use(capsys):
@@ -98,14 +110,18 @@ def test_the_list_shows_all_kinds_and_details_on_demand(capsys):
     assert "slru" not in detail
 
 
-def test_a_broken_profile_of_the_user_does_not_hide_the_others(tmp_path, capsys):
+@pytest.mark.parametrize("command", [["list", "hardware"], ["doctor"]])
+@pytest.mark.parametrize("content", [b"id: broken\n", b"[1]", b"", b"a: [", b"\xff\xfe", b"1: 2\nstack: []\n"])
+def test_a_broken_profile_of_the_user_does_not_hide_the_others(command, content, tmp_path, capsys):
     folder = tmp_path / "home" / "hardware"
     folder.mkdir(parents=True)
-    (folder / "broken.yaml").write_text("id: broken\n")
-    assert main(["list", "hardware"]) == 0
+    (folder / "broken.yaml").write_bytes(content)
+    assert main(command) == 0
     shown = capsys.readouterr()
-    assert "m4pro" in shown.out
-    assert "broken.yaml" in shown.err
+    assert "m4pro" in shown.out or command == ["doctor"]
+    (line,) = shown.err.splitlines()
+    assert line.startswith("moebench: warning: ")
+    assert "broken.yaml" in line
 
 
 def test_the_doctor_says_what_is_missing_and_what_it_costs(capsys):
@@ -129,6 +145,42 @@ def test_calibration_writes_a_profile_that_loads_and_leaves_no_file(tmp_path, ca
 
     assert profile.matches(detect())
     assert not [path for path in tmp_path.iterdir() if path.name != "home"]
+
+
+@pytest.mark.parametrize("name", ["experts.bin", "dense.safetensors"])
+def test_packing_again_checks_every_byte_of_what_stands_there(name, monkeypatch, capsys):
+    from moebench.backends import torch_source
+
+    monkeypatch.setattr(torch_source, "TransformersSource", lambda folder: SmallSource())
+    Path("model").mkdir()
+    Path("model/config.json").write_text("{}")
+    words = ["pack", "model=model", "out=made", "byte_layout=plain"]
+    assert main(words) == 0
+    assert main(words) == 0
+    capsys.readouterr()
+    with Path("made", name).open("r+b") as file:
+        file.write(b"damage")
+    assert main(words) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert name in line
+    assert "remove it and pack again" in line
+
+
+def test_a_trace_is_replaced_whole_or_not_at_all(monkeypatch):
+    words = ["trace", "synth", "out=a.safetensors", "layers=2", "sequences=1", "prefill=4", "decode=4"]
+    assert main(words) == 0
+    before = Path("a.safetensors").read_bytes()
+    with monkeypatch.context() as patch:
+
+        def fail(*_):
+            raise OSError("the disk is gone")
+
+        patch.setattr("moebench.trace.format.os.fsync", fail)
+        assert main([*words, "seed=1"]) == 1
+    assert [path.name for path in Path().iterdir()] == ["a.safetensors"]
+    assert Path("a.safetensors").read_bytes() == before
+    assert main([*words, "seed=1"]) == 0
+    assert Path("a.safetensors").read_bytes() != before
 
 
 def test_a_synthetic_trace_is_written_and_described(capsys):

@@ -191,3 +191,51 @@ def test_shipped_geometries_give_the_published_sizes():
         shape = geometry.load(registry.model_path(name))
         assert shape.keys * shape.expert_parameters + shape.dense_parameters == count
     assert all(geometry.load(registry.model_path(name)).sources for name in registry.models)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("stack", ["native"], "stack"),
+        ("stack", None, "stack"),
+        ("title", None, "title"),
+        ("stacks", [], "stacks"),
+        ("stacks.native", None, "native"),
+        ("memory", None, "memory"),
+        ("match", "Apple", "match"),
+        ("match", {"board": "x"}, "match"),
+        ("match.cpu", "(", "match.cpu"),
+        ("match.cpu", 5, "match.cpu"),
+        ("match.ram_gib", 16, "match.ram_gib"),
+        ("match.ram_gib", [16], "match.ram_gib"),
+        ("match.ram_gib", ["a", "b"], "match.ram_gib"),
+        ("read_curve.depths", ["one"], "read_curve.depths"),
+        ("read_curve.sizes_kib", None, "read_curve.sizes_kib"),
+        ("read_curve.rows", 3, "read_curve.rows"),
+        ("read_curve.rows", [[1, "x"]], "read_curve.rows"),
+        ("bandwidth.device_gb_s.value", 0, "bandwidth.device_gb_s"),
+        ("bandwidth.dram_gb_s.value", 0, "bandwidth.dram_gb_s"),
+        ("storage.write_gb_s.value", 0, "storage.write_gb_s"),
+        ("compute.int4_tflops.value", 0, "compute.int4_tflops"),
+        ("compute.bf16_tflops.value", "fast", "compute.bf16_tflops"),
+    ],
+)
+def test_a_broken_field_is_one_line_that_names_file_and_field(data, field, value, named, tmp_path):
+    *path, last = field.split(".")
+    holder = data
+    for key in path:
+        holder = holder[key]
+    holder[last] = value
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(data))
+    with pytest.raises(HardwareError) as caught:
+        hardware.load(file)
+    assert str(file) in str(caught.value)
+    assert named in str(caught.value).removeprefix(str(file))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_zero_in_the_read_curve_is_refused(data):
+    data["read_curve"]["rows"][0][0] = 0
+    with pytest.raises(HardwareError, match=r"read_curve\.rows"):
+        hardware.from_dict(data, "test")

@@ -210,6 +210,25 @@ def test_a_disk_that_fills_up_says_what_is_needed_and_resumes(tmp_path, monkeypa
     make(tmp_path / "p").verify()
 
 
+@pytest.mark.parametrize(("code", "hint"), [(errno.EFBIG, "ulimit -f"), (errno.EIO, "Input/output error")])
+def test_any_other_error_of_the_disk_names_the_path_and_what_to_do(tmp_path, monkeypatch, code, hint):
+    def pwrite(fd, data, offset):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(partial_module.os, "pwrite", pwrite)
+    with pytest.raises(StoreError, match=f"p.partial: .*{hint}.* to resume, or remove"):
+        make(tmp_path / "p")
+    monkeypatch.undo()
+    make(tmp_path / "p").verify()
+
+
+def test_a_damaged_pack_in_the_way_is_said_to_be_removed(tmp_path):
+    pack = make(tmp_path / "p")
+    os.truncate(pack.file_path, 100)
+    with pytest.raises(StoreError, match=r"experts.bin has 100 bytes.*remove .*p and pack again"):
+        make(tmp_path / "p")
+
+
 def test_a_disk_without_room_is_noticed_before_the_first_expert_is_written(tmp_path, monkeypatch):
     usage = partial_module.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(partial_module.shutil, "disk_usage", lambda path: usage._replace(free=1000))

@@ -22,6 +22,7 @@ from moebench.backends.probe import plain_kernels, probe_kernels, require_row_in
 from moebench.backends.torch_experts import BackendError, expert_modules, install
 from moebench.backends.torch_source import empty_model, expert_names, float_type, load_model
 from moebench.step import Step
+from moebench.store.pack import file_hash
 
 ATTENTIONS = ("eager", "sdpa")
 NUMERICS = ("row_invariant", "fast")
@@ -149,6 +150,9 @@ class TorchBackend(TransformersBackend):
                 raise BackendError(f"{what} {given!r} is not one of {', '.join(valid)}")
         _check_layout(pack.manifest)
         model = empty_model(config, dtype, attention)
+        if (found := file_hash(Path(dense_path))) != pack.manifest.dense_hash:
+            folder = Path(dense_path).parent
+            raise BackendError(f"{dense_path} is damaged (hash {found}): remove {folder} and pack again")
         load_dense(model, dense_path)
         self._live = install(model, pack.manifest.tensors, float_type(dtype))
         super().__init__(model, threads, numerics)

@@ -158,6 +158,7 @@ def geometry_of(config: Mapping[str, Any], name: str, quant: str = "int4", group
         group=group,
         kv_bytes_per_token=2 * sum(map(cached_values, attention)),
         vocabulary=text.vocab_size,
+        tied=bool(text.tie_word_embeddings),
         sources={"*": "counted on the transformers model"},
     )
 

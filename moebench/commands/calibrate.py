@@ -17,6 +17,7 @@ import psutil
 import yaml
 
 from moebench import hardware, probes
+from moebench.commands.places import writable_file, writable_folder
 from moebench.commands.words import parse
 from moebench.config import option
 from moebench.errors import UsageError
@@ -51,12 +52,14 @@ def main(words: Sequence[str]) -> int:
     options = parse(words, CalibrateOptions, "calibrate")
     if options is None:
         return 0
-    out = Path(options.out) if options.out else home() / "hardware" / "host.yaml"
+    if options.out:
+        out = writable_file(options.out)
+    else:
+        out = writable_folder(home() / "hardware", "moebench's configuration folder") / "host.yaml"
     with progress_bar() as bar:
         task = bar.add_task("calibrating", total=3 * len(SIZES_KIB) * len(DEPTHS) + 7)
         data = measure(options, lambda: bar.advance(task))
     profile = hardware.from_dict(data, str(out))
-    out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.{os.getpid()}")
     partial.write_text(yaml.safe_dump(data, sort_keys=False, width=10_000))
     partial.replace(out)

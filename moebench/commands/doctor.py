@@ -8,14 +8,17 @@ import importlib.util
 import json
 import os
 import platform
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from moebench import hardware
+from moebench.commands.places import writable_folder
 from moebench.commands.words import parse
 from moebench.config import option
+from moebench.errors import UsageError
 from moebench.machine import detect
 from moebench.plugins import load_plugins
 
@@ -42,7 +45,10 @@ def main(words: Sequence[str]) -> int:
     options = parse(words, DoctorOptions, "doctor")
     if options is None:
         return 0
-    found = examine(Path(options.path))
+    folder = Path(options.path)
+    if not folder.is_dir():
+        raise UsageError(f"doctor: path={options.path} is not a folder")
+    found = examine(writable_folder(folder, "path"))
     for item in found:
         print(f"{'ok ' if item.ok else '-  '} {item.name:<16} {item.found}")
         if not item.ok:
@@ -72,7 +78,13 @@ def examine(folder: Path) -> list[Finding]:
 def _profile() -> Finding:
     registry = load_plugins()
     machine = detect()
-    fits = [n for n in registry.hardware if n == "host" or hardware.load(registry.hardware_path(n)).matches(machine)]
+    fits = []
+    for name, path in registry.hardware.items():
+        try:
+            if hardware.load(path).matches(machine) or name == "host":
+                fits.append(name)
+        except hardware.HardwareError as error:
+            print(f"moebench: warning: {error}", file=sys.stderr)
     return Finding(
         "hw", bool(fits), ", ".join(fits) or "no profile matches", "run 'moebench calibrate' to make hw=host"
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from moebench.commands.places import writable_folder
 from moebench.commands.words import parse
 from moebench.config import option
 from moebench.errors import UsageError
@@ -47,11 +48,17 @@ def main(words: Sequence[str]) -> int:
     if not (Path(options.model) / "config.json").is_file():
         raise UsageError(f"model={options.model} is not a model folder: it has no config.json")
     from moebench.backends.torch_source import TransformersSource
+    from moebench.store.pack import MANIFEST
     from moebench.store.writer import write_pack
 
-    quant = QuantSpec(options.quant, int(options.group))
+    writable_folder(Path(options.out).parent, f"out={options.out}: folder")
+    quant, stood = QuantSpec(options.quant, int(options.group)), (Path(options.out) / MANIFEST).is_file()
     with progress_bar() as bar:
         task = bar.add_task("experts", total=None)
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
         source: Any = TransformersSource(options.model)
         pack = write_pack(
             options.out,
@@ -60,8 +67,10 @@ def main(words: Sequence[str]) -> int:
             _byte_layout(options.byte_layout),
             layout=options.layout,
             order=read_order(options.trace, source) if options.trace else None,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            progress=progress,
         )
+        if stood:  # it was not written now, so nothing is known of its bytes
+            pack.verify(progress)
     nbytes = sum(file.stat().st_size for file in Path(options.out).iterdir())
     print(f"{options.out}: {source.layers} layers x {source.experts} experts, {human_bytes(nbytes)}")
     logical = pack.manifest.logical_hash

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -39,9 +38,11 @@ class RecordingExperts:
 
     def __init__(self, pack: Any, buffer: np.ndarray) -> None:
         self.pack, self.buffer, self.recorder, self.request = pack, buffer, Recorder(), 0
-        self.hooks, self.view = SimpleNamespace(begin_request=lambda sequences, view: None), None
         self.step: Step | None = None
         self.routings: list[Routing] = []
+
+    def begin_request(self, sequences: np.ndarray) -> None:
+        """Requests are numbered by the caller."""
 
     def begin(self, step: Step) -> None:
         """A pass starts; its rows belong to the current request."""

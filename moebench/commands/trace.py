@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from moebench import geometry
+from moebench.commands.places import writable_file
 from moebench.commands.words import build, describe, parse
 from moebench.config import option
 from moebench.errors import UsageError, unknown
@@ -77,6 +78,7 @@ def _import(words: Sequence[str]) -> int:
         return 0
     from moebench.trace import importers
 
+    writable_file(options.out)
     if options.format == "npz":
         return _save(importers.import_npz(options.path), options.out)
     read = importers.import_csv if options.format == "csv" else importers.import_jsonl
@@ -127,7 +129,9 @@ def _synth(words: Sequence[str]) -> int:
     }
     if clash := set(shape) & set(changed):
         raise UsageError(f"trace synth: {', '.join(sorted(clash))} is given by model={options.model}")
-    return _save(synthesize(build(SyntheticSpec, {**shape, **changed}, "trace synth")), options.out)
+    spec = build(SyntheticSpec, {**shape, **changed}, "trace synth")
+    writable_file(options.out)
+    return _save(synthesize(spec), options.out)
 
 
 def _record(words: Sequence[str]) -> int:
@@ -140,6 +144,7 @@ def _record(words: Sequence[str]) -> int:
         raise UsageError("trace record: requests must be at least 1 and new_tokens at least 2")
     if options.model != "tinymoe" and not (Path(options.model) / "config.json").is_file():
         raise UsageError(f"model={options.model} is neither tinymoe nor a model folder: it has no config.json")
+    writable_file(options.out)
     with progress_bar() as bar:
         task = bar.add_task("requests", total=options.requests)
         trace = record(options, lambda: bar.advance(task))
@@ -147,7 +152,7 @@ def _record(words: Sequence[str]) -> int:
 
 
 def _save(trace: Trace, out: str) -> int:
-    path = trace.save(out)
+    path = trace.save(Path(out).expanduser())
     shape = {"tokens": trace.tokens, "layers": trace.layers, "experts": trace.expert_count, "top_k": trace.top_k}
     print(f"wrote {path}: {', '.join(f'{value} {name}' for name, value in shape.items())}")
     print(json.dumps({"path": str(path), "hash": trace.hash, **shape}, separators=(",", ":")))

@@ -45,7 +45,13 @@ def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     needed = [f.name for f in _fields(cls) if f.default is f.default_factory is dataclasses.MISSING]
     if missing := [name for name in needed if name not in values]:
         raise UsageError(f"{where} needs {', '.join(name + '=...' for name in missing)}")
-    return cls(**{key: convert(value, hints[key], f"{where}: {key}") for key, value in values.items()})
+    converted = {key: convert(value, hints[key], f"{where}: {key}") for key, value in values.items()}
+    try:
+        return cls(**converted)
+    except UsageError:
+        raise
+    except ValueError as error:  # classes of the library check their fields too
+        raise UsageError(str(error)) from None
 
 
 def convert(value: Any, hint: Any, where: str) -> Any:

@@ -49,6 +49,7 @@ class Experts:
         self.step: Step | None = None
         self.record = StepRecord(None, 0.0)  # what happens before the first step is nobody's
         self._last: tuple[int, float] | None = None
+        self._since: float | None = None
         self._timed = timeline.clock == "wall"
 
     def tier(self, name: str | None) -> Tier:
@@ -65,20 +66,37 @@ class Experts:
     def begin(self, step: Step) -> None:
         """Start a forward pass."""
         self.step = step
-        self.record = StepRecord(step, self.timeline.now())
+        # A measured step lasts from the end of the one before it, so that sampling and observers are in it.
+        self.record = StepRecord(step, self.timeline.now() if self._since is None else self._since)
         layers = self.geometry.layers
         self.record.requests, self.record.hits, self.record.late = [0] * layers, [0] * layers, [0] * layers
         self._last = None
-        self._context = int(step.position.max()) + 1
+        self._state_bytes = self._touched(step)
+        self._settle()
         self.hooks.begin_step(step, self.view)
         self._prefetch("begin")
+
+    def begin_request(self, sequences: np.ndarray) -> None:
+        """A batch of new requests starts: its clock begins here."""
+        self._since = self.timeline.now()
+        self.hooks.begin_request(sequences, self.view)
+
+    def _touched(self, step: Step) -> int:
+        """Bytes of KV cache and recurrent state that one pass goes through, over all its sequences."""
+        geometry = self.geometry
+        if step.rows == 1:
+            tokens, sequences = int(step.position[0]) + 1, 1
+        else:
+            last = dict(zip(step.sequence.tolist(), step.position.tolist(), strict=True))  # rows ascend
+            tokens, sequences = sum(last.values()) + len(last), len(last)
+        return tokens * geometry.kv_bytes_per_token + 2 * sequences * geometry.fixed_state_bytes
 
     def end(self) -> StepRecord:
         """Finish the pass: the model's head, prefetch point "end", observers."""
         step, record = self.step, self.record
-        self.timeline.compute_dense(0, step.rows, self._context, final=True)
+        self.timeline.compute_dense(0, step.rows, self._state_bytes, final=True)
         self._prefetch("end")
-        record.ended_s = self.timeline.now()
+        record.ended_s = self._since = self.timeline.now()
         self.hooks.end_step(step, record, self.view)
         return record
 
@@ -89,7 +107,7 @@ class Experts:
     ) -> tuple[Routing, Iterator[tuple[int, np.ndarray | None]]]:
         """Decide the routing of one MoE layer and yield its experts as (id, bytes), each once, in any order."""
         hooks, step = self.hooks, self.step
-        self.timeline.compute_dense(1, step.rows, self._context, final=False)
+        self.timeline.compute_dense(1, step.rows, self._state_bytes, final=False)
         started = time.perf_counter() if self._timed else 0.0
         routing = native
         if hooks.route is not None:
@@ -108,7 +126,7 @@ class Experts:
     def _acquire(self, layer: int, base: int, keys: list[int], pairs: int) -> Iterator[tuple[int, np.ndarray | None]]:
         started = time.perf_counter() if self._timed else 0.0
         record, device = self.record, self.device
-        self._settle(keys)
+        self._settle()
         slots, states = device._slot_of, device._state
         ready = [slots[k] >= 0 and states[slots[k]] == 1 for k in keys]
         joined = sum(slots[k] >= 0 for k in keys) - sum(ready)
@@ -187,12 +205,10 @@ class Experts:
         waves = [first] if first else []
         return waves + [rest[i : i + fit] for i in range(0, len(rest), fit)]
 
-    def _settle(self, keys) -> None:
-        """Complete those transfers among ``keys`` that have finished since."""
-        if self.in_flight:
-            for key in keys:
-                if key in self.in_flight and self.timeline.is_ready(self.in_flight[key]):
-                    self._await(key)
+    def _settle(self) -> None:
+        """Complete the transfers that have finished since: wanted or not, they are resident now, and may be evicted."""
+        for key in [k for k, ticket in self.in_flight.items() if self.timeline.is_ready(ticket)]:
+            self._await(key)
 
     def _start(self, layer: int, wave: list[int]) -> list[int]:
         """Make every expert of the wave leased or in flight; returns those that had to be waited for, in that order."""
@@ -270,7 +286,8 @@ class Experts:
         for i, key in enumerate(gone):
             if (stay is None or stay[i]) and self._host_room(key):
                 slot = self.host.take(key)
-                self.timeline.wait(self.timeline.copy(key, ("device", self.device.slot(key)), ("host", slot), None))
+                ticket = self.timeline.copy(key, ("device", self.device.slot(key)), ("host", slot), None)
+                self.record.stall_s += self.timeline.wait(ticket)
                 self.host.complete(key)
                 self.record.copies += 1
 
@@ -328,6 +345,10 @@ class Experts:
             raise
         self.record.stall_s += stall
         del self.in_flight[key]
+        if self._timed and stall:
+            took = self.timeline.now() - ticket.issued_s
+            old = self.read_estimate_s
+            self.read_estimate_s = took if old == 0.0 else old + WINDOW_WEIGHT * (took - old)
         self.device.complete(key)
         if key in self._wave:
             self.device.lease((key,))

@@ -86,7 +86,7 @@ class Loop:
         position = np.maximum(valid.cumsum(1) - 1, 0)
         self.backend.reset(batch)
         if self.experts is not None:
-            self.experts.hooks.begin_request(np.arange(batch), self.experts.view)
+            self.experts.begin_request(np.arange(batch))
         for at in range(0, width, self.chunk):
             cut = slice(at, at + self.chunk)
             last = at + self.chunk >= width
@@ -147,7 +147,7 @@ def replay(trace: Trace, experts: Experts, batch: int = 1, chunk: int = 32) -> N
     layers = range(experts.geometry.layers)
     for step, rows, new in replay_steps(trace, batch, chunk):
         if new:
-            experts.hooks.begin_request(np.unique(step.sequence), experts.view)
+            experts.begin_request(np.unique(step.sequence))
         ids = trace.experts[rows]
         weights = None if trace.weights is None else trace.weights[rows]
         experts.begin(step)

@@ -45,9 +45,7 @@ def load_live(folder: Path, name: str, quant: str, layout: str, order: str = "")
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        if len(tokenizer) <= len(
-            tokenizer.all_special_ids
-        ):  # of a folder without its files
+        if len(tokenizer) <= len(tokenizer.all_special_ids):  # of a folder without its files
             raise ValueError("it has no vocabulary; is tokenizer.json missing?")
     except Exception as error:  # transformers raises whatever a damaged file leads it to
         raise MoebenchError(f"cannot load the tokenizer at {folder}: {' '.join(str(error).split())[:200]}") from None

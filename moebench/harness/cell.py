@@ -10,6 +10,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from moebench import machine
 from moebench.config import RunConfig
 from moebench.engine.loop import Loop, replay
@@ -21,6 +23,7 @@ from moebench.harness.session import Session, open_session
 from moebench.hookspecs import hookimpl
 from moebench.plugins import Registry
 from moebench.result import Metric, Row, metric
+from moebench.step import PREFILL
 from moebench.store.engines import StoreError
 from moebench.systemspec import SystemSpec
 from moebench.trace.format import Trace
@@ -55,6 +58,8 @@ def load_trace(cell: Cell) -> Trace:
                 f"trace {workload.path} has {trace.layers} layers of {trace.expert_count} experts, "
                 f"{geometry.name} has {geometry.layers} of {geometry.experts}"
             )
+        if trace.top_k > geometry.experts:
+            raise UsageError(f"trace {workload.path} routes {trace.top_k} of {geometry.experts} experts")
         return trace
     return synthesize(
         SyntheticSpec(
@@ -79,14 +84,17 @@ def _replay(cell: Cell, registry: Registry, progress: Progress) -> Row:
 
         pack = random_pack(geometry, config.layout, progress)
     context = int(trace.position.max()) + 1
+    prompts = np.unique(trace.sequence[trace.phase == PREFILL], return_counts=True)[1]
+    longest = 0 if pack else int(prompts.max(initial=0))
     future = demands(trace, config) if cell.spec.oracle else None
     repeats = config.repeats if cell.clock == "wall" else 1
     runs = []
     for _ in range(repeats):
         cache_state = environment.page_cache_state(cell, pack)
         session = open_session(
-            cell, geometry, registry, pack=pack, dense_bytes=geometry.dense_bytes, future=future,
-            warmup_tokens=config.warmup_tokens, batch=config.workload.batch, context=context,
+            cell, geometry, registry, pack=pack, dense_bytes=0 if pack else geometry.dense_bytes, future=future,
+            kv_bytes=(lambda: 0) if pack else None, warmup_tokens=config.warmup_tokens, batch=config.workload.batch,
+            context=0 if pack else context, longest_prompt=longest,
         )  # fmt: skip
         try:
             progress(f"{cell.spec.id} on {cell.profile.id}: {len(trace.sequence)} tokens of {geometry.name}")
@@ -106,9 +114,13 @@ def _replay(cell: Cell, registry: Registry, progress: Progress) -> Row:
     reason = "a replay has no model that answers"
     metrics["token_agreement"] = metric("token_agreement", None, None, 0, reason)
     metrics["quality_delta"] = metric("quality_delta", None, None, 0, reason)
-    assumptions = (
-        [f"assumed: routing from a synthetic trace ({trace.metadata['source']})"] if kind == "synthetic" else []
-    )
+    assumptions = []
+    if "generator" in trace.metadata:
+        assumptions.append(f"assumed: routing from a synthetic trace ({trace.metadata['source']})")
+    if trace.top_k != geometry.top_k:
+        assumptions.append(f"assumed: routing of {trace.top_k} experts a token for a model of {geometry.top_k}")
+    if cell.clock == "wall":
+        assumptions.append("input/output only: experts are read, nothing computes, no dense weights are held")
     return _row(cell, runs, workload, metrics, cache_state, assumptions)
 
 
@@ -213,7 +225,9 @@ class _sessions:
         cell, future = self.cell, None
         if cell.spec.oracle:
             log = DemandLog()
-            work(self._new(replace(cell, spec=RECORDING), [log]))
+            work(first := self._new(replace(cell, spec=RECORDING), [log]))
+            first.close()
+            environment.page_cache_state(cell, self.model.pack)  # the first pass warmed it
             future = log.demands
         return self._new(cell, [], future)
 
@@ -222,6 +236,7 @@ class _sessions:
             cell, self.model.geometry, self.registry, pack=self.model.pack, dense_bytes=self.backend.dense_bytes,
             dense_bits=16.0, kv_bytes=self.backend.kv_bytes, future=future, observers=observers,
             warmup_tokens=self.warmup, batch=self.cell.config.workload.batch, context=self.context,
+            longest_prompt=self.context - self.cell.config.workload.new_tokens,
         )  # fmt: skip
         self.opened.append(session)
         return session
@@ -309,7 +324,7 @@ def failed_row(cell: Cell, error: Exception) -> Row:
         fidelity=cell.spec.fidelity(cell.config.knobs),
         hw=cell.config.hw,
         model=cell.model,
-        workload_name=cell.config.workload.name,
+        workload_name="prompts" if cell.live else cell.config.workload.name,
         config={**cell.config.resolved(), "engine": cell.engine, "model": cell.model},
         environment=machine.environment(),
         workload={"kind": cell.config.workload.kind, "seed": cell.config.workload.seed, "hash": ""},

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from moebench.geometry import Geometry
 from moebench.hardware import HardwareProfile
 from moebench.timeline.costs import Costs
-from moebench.units import GB, GIB, KIB, MIB
+from moebench.units import GB, GIB, KIB, MIB, PAGE
 
 QUEUE_DEPTH = 32  # reads that an asynchronous engine keeps in flight at most
 BLOCK_BYTES = MIB  # demand pre-empts prefetch at this granularity
@@ -25,7 +25,7 @@ class StorageUse:
     page_cache_bytes: int = 0
 
 
-def pieces(geometry: Geometry, layout: str) -> tuple[int, ...]:
+def pieces(geometry: Geometry, layout: str, engine: str) -> tuple[int, ...]:
     """Separate reads of one expert: one aligned extent, or the scattered tensors of a checkpoint as downloaded.
 
     A checkpoint stores weight, scales and biases of each of the three projections apart (9 ranges at int4, 3 at 16
@@ -35,13 +35,22 @@ def pieces(geometry: Geometry, layout: str) -> tuple[int, ...]:
         return (geometry.slot_bytes,)
     matrix = geometry.hidden * geometry.intermediate
     if geometry.quant == "none":
-        return (matrix * BF16,) * 3
-    if geometry.quant == "int8":
-        return (matrix, geometry.intermediate * BF16) * 2 + (matrix, geometry.hidden * BF16)
-    return (matrix // 2, matrix // geometry.group * BF16, matrix // geometry.group * BF16) * 3
+        parts: tuple[int, ...] = (matrix * BF16,) * 3
+    elif geometry.quant == "int8":
+        parts = (matrix, geometry.intermediate * BF16) * 2 + (matrix, geometry.hidden * BF16)
+    else:
+        parts = (matrix // 2, matrix // geometry.group * BF16, matrix // geometry.group * BF16) * 3
+    # Direct reads move whole pages; a piece that starts anywhere touches half a page more on average at either end.
+    return tuple(part + PAGE for part in parts) if engine == "direct" else parts
 
 
-def build(profile: HardwareProfile, geometry: Geometry, use: StorageUse, dense_bits: float | None = None) -> Costs:
+def build(
+    profile: HardwareProfile,
+    geometry: Geometry,
+    use: StorageUse,
+    dense_bits: float | None = None,
+    stack_name: str = "",
+) -> Costs:
     """Costs of one run.
 
     Storage: an expert takes the sum over its pieces of piece / bandwidth(piece size, depth); an mmap engine faults one
@@ -49,21 +58,20 @@ def build(profile: HardwareProfile, geometry: Geometry, use: StorageUse, dense_b
     expert once, or is bound by arithmetic, and takes no less than the software stack's floor; each load costs the host
     its time.
     """
-    stack = profile.constants()
+    stack = profile.constants(stack_name)
     device_bw = profile.device_gb_s * GB
     bits = dense_bits or geometry.bits_per_weight
     flops = (profile.int4_tflops if geometry.quant == "int4" else profile.bf16_tflops) * 1e12
     head_parameters = geometry.vocabulary * geometry.hidden
-    layer_parameters = max(0, geometry.dense_parameters - 2 * head_parameters) / geometry.layers
+    embeddings = head_parameters * (1 if geometry.tied else 2)  # the input embedding is looked up, not streamed
+    layer_parameters = max(0, geometry.dense_parameters - embeddings) / geometry.layers
     depths = range(1, QUEUE_DEPTH + 1)
     read_bytes = sum(use.pieces)
     if use.engine == "mmap":
         window = max(profile.page_kib, profile.readahead_kib) * KIB
         faults = sum(-(-piece // window) for piece in use.pieces)
-        beyond = (window - profile.page_kib * KIB) / (
-            profile.read_gb_s(window, 1) * GB
-        )  # a fault's time includes its page
-        cold = faults * (profile.page_fault_us * 1e-6 + beyond)
+        beyond = (min(window, max(use.pieces)) - profile.page_kib * KIB) / (profile.read_gb_s(window, 1) * GB)
+        cold = faults * (profile.page_fault_us * 1e-6 + max(0.0, beyond))  # a fault's time includes its page
         read_s = (0.0, *[cold] * len(depths))
     else:
         read_s = (0.0, *[sum(p / (profile.read_gb_s(p, d) * GB) for p in use.pieces) for d in depths])
@@ -74,15 +82,16 @@ def build(profile: HardwareProfile, geometry: Geometry, use: StorageUse, dense_b
         expert_bytes=geometry.expert_bytes,
         read_s=read_s,
         block_s=min(1.0, BLOCK_BYTES / read_bytes) * read_s[1],
-        load_host_s=stack.per_load_ms * 1e-3,
+        load_host_s=0.0 if use.engine == "mmap" else stack.per_load_ms * 1e-3,  # a mapping issues no loads
         cached_s=2 * geometry.expert_bytes / (profile.dram_gb_s * GB),
         page_cache_bytes=0 if use.engine == "direct" else use.page_cache_bytes,
         copy_s=copy_s,
+        copy_back_s=0.0 if unified else geometry.expert_bytes / (profile.d2h_gb_s * GB),
         copy_latency_s=0.0 if unified else profile.link_latency_us * 1e-6,
         dense_layer_s=layer_parameters * bits / 8 / device_bw,
         dense_row_s=2 * layer_parameters / (profile.bf16_tflops * 1e12),
         head_s=head_parameters * bits / 8 / device_bw,
-        context_row_s=geometry.kv_bytes_per_token / geometry.layers / device_bw,
+        state_byte_s=1.0 / geometry.layers / device_bw,
         expert_s=geometry.expert_bytes / device_bw,
         expert_row_s=geometry.expert_flops_per_row() / flops,
         layer_floor_s=stack.layer_floor_us * 1e-6,

@@ -22,7 +22,5 @@ def transferred(cell: Cell) -> list[str]:
     """Software-stack constants that were taken on another machine than the one modeled."""
     if cell.clock == "wall":
         return []
-    found = cell.profile.constants().transferred
-    return [
-        f"transferred: {name} of stack {cell.profile.stack} was taken on {machine}" for name, machine in found.items()
-    ]
+    stack = cell.profile.constants("" if cell.config.stack == "auto" else cell.config.stack)
+    return [f"transferred: {name} of stack {stack.name} was taken on {at}" for name, at in stack.transferred.items()]

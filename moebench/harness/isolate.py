@@ -15,8 +15,11 @@ from typing import Any
 
 from moebench.errors import MoebenchError
 
-# the search path first: what follows may be a plugin's own class
+# Ctrl-C is the parent's to answer, who ends this process; and the search path comes first, since what follows may be a
+# plugin's own class
 CHILD = """
+import signal
+signal.signal(signal.SIGINT, signal.SIG_IGN)
 import pickle, sys
 sys.path[:] = pickle.load(sys.stdin.buffer)
 from moebench.harness.isolate import answer
@@ -30,11 +33,16 @@ def isolated(work: Callable[..., Any], *arguments: Any) -> Any:
     A ``MoebenchError`` of the work is raised here; a process that died is one too.
     """
     task = pickle.dumps(sys.path) + pickle.dumps((work, arguments))
-    done = subprocess.run([sys.executable, "-c", CHILD], input=task, stdout=subprocess.PIPE, check=False)
-    if done.returncode:
-        how = f"killed by signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
+    with subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        try:
+            output, _ = child.communicate(task)
+        except BaseException:  # Ctrl-C reaches us alone: see CHILD
+            child.kill()
+            raise
+    if child.returncode:
+        how = f"killed by signal {-child.returncode}" if child.returncode < 0 else f"exit code {child.returncode}"
         raise MoebenchError(f"the process of a measured run ended before its result was there ({how})")
-    result = pickle.loads(done.stdout)
+    result = pickle.loads(output)
     if isinstance(result, MoebenchError):
         raise result
     return result

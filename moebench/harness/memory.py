@@ -74,14 +74,20 @@ def size(
             raise BudgetError(
                 f"{profile.title} has no room for one layer's experts of {geometry.name} beside its dense weights"
             )
+        if device > room and spec.sizing == "full":
+            raise BudgetError(
+                f"{geometry.name} under {spec.id} needs {human_bytes(device * slot)} of device memory for experts, "
+                f"{profile.title} has {human_bytes(room * slot)} beside the dense weights"
+            )
         if device > room:
             device, host = room, device - room + staging
     held = (device + host) * slot + staging_bytes + fixed_bytes
-    memory = profile.ram_gib + (profile.device_gib if tiers == 2 else 0)
+    # RAM that the system and others use is not ours; on a device of its own memory the dense weights are beside it
+    memory = profile.ram_gib - profile.reserve_gib + (profile.device_gib if tiers == 2 else 0)
     if held > memory * GIB:
         raise BudgetError(
             f"{geometry.name} under {spec.id} holds {held / GIB:.1f} GiB, "
-            f"more than the {memory:.1f} GiB of {profile.title}"
+            f"more than the {memory:.1f} GiB that {profile.title} has for it"
         )
     return Sizes(device, host)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from moebench import geometry as geometries
 from moebench import hardware, machine
+from moebench.budget import parse_budget
 from moebench.config import RunConfig
 from moebench.errors import UsageError, unknown
 from moebench.geometry import Geometry
@@ -18,6 +19,7 @@ from moebench.plugins import Registry
 from moebench.systemspec import SystemSpec
 
 EMBEDDED = "tinymoe"
+MODELED = ("direct", "pread", "mmap")  # engines whose time the virtual clock knows
 
 
 @dataclass(frozen=True)
@@ -69,11 +71,23 @@ def plan(config: RunConfig, registry: Registry) -> list[Cell]:
     clock, why = _clock(config, profile)
     engine = config.engine if config.engine != "auto" else spec.engine or profile.engine
     registry.engine(engine)
+    if spec.engine is not None and engine != spec.engine:
+        raise UsageError(f"system {spec.id} is its engine: it reads with {spec.engine}, not with {engine}")
+    if config.stack != "auto":
+        profile.constants(config.stack)  # an unknown stack lists the valid ones
+        if clock == "wall":
+            raise UsageError("stack= chooses constants of the modeled clock; this run is measured")
+    if clock == "virtual" and engine not in MODELED:
+        raise UsageError(f"engine {engine} has no model of its time; modeled runs take {', '.join(MODELED)}")
     common = {"config": config, "spec": spec, "profile": profile, "clock": clock, "why": why, "engine": engine}
     if config.model == "auto":
         cells = [Cell(**common, folder=embedded_folder())]
         if profile.model and clock == "virtual":
-            cells.append(_replay(common, registry.model_path(profile.model)))
+            reference = _replay(common, registry.model_path(profile.model))
+            # The small model gets the same fraction: a size that fits the large one would hold the small one whole.
+            fraction = parse_budget(config.budget, reference.geometry.routed_bytes) / reference.geometry.routed_bytes
+            small = replace(config, budget=repr(min(1.0, fraction)))
+            cells = [replace(cells[0], config=small), reference]
     elif config.model == EMBEDDED:
         cells = [Cell(**common, folder=embedded_folder())]
     elif config.model in registry.models:
@@ -103,7 +117,9 @@ def _replay(common: dict, path: Path) -> Cell:
 
 def _clock(config: RunConfig, profile: HardwareProfile) -> tuple[str, str]:
     """Measure where the profile is this machine, model elsewhere, unless told otherwise."""
-    here = profile.id == "host" or profile.matches(machine.detect())
+    here = profile.matches(machine.detect())
+    if profile.id == "host" and not here:
+        raise UsageError("hw=host was measured on another machine or with other memory: run 'moebench calibrate' again")
     if config.mode == "measure":
         if not here:
             raise UsageError(

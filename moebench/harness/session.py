@@ -50,9 +50,10 @@ def open_session(
     warmup_tokens: int = 0,
     batch: int = 1,
     context: int = 0,
+    longest_prompt: int = 1,
 ) -> Session:
     """Size, book and connect everything. ``pack`` is None on runs that move no bytes; ``context`` is the longest
-    sequence.
+    sequence and ``longest_prompt`` the longest prompt, both in tokens.
     """
     config, spec, profile = cell.config, cell.spec, cell.profile
     real = pack is not None
@@ -61,7 +62,7 @@ def open_session(
     try:
         staging = engine.staging_bytes if engine is not None else 0
         ledger = Ledger(None if config.memory is None else parse_bytes(config.memory, "memory"))
-        activations = _activation_bytes(geometry, config.chunk, batch)
+        activations = _activation_bytes(geometry, min(config.chunk, max(1, longest_prompt)), batch)
         state = batch * (context * geometry.kv_bytes_per_token + geometry.fixed_state_bytes)
         fixed = dense_bytes + activations + state
         # On a CPU box there is one memory; only a modeled machine with its own device memory has two tiers.
@@ -71,6 +72,9 @@ def open_session(
         ledger.book("activations", activations)
         ledger.book("staging", staging)
         tiers = make_tiers(geometry, slot_bytes, sizes, config.scope, real, ledger)
+        ledger.set("kv", state)  # what it will grow to must fit too
+        ledger.set("kv", 0)
+        ledger.forget_peak()
         arenas = {tier.name: tier for tier in tiers}
 
         def buffer(tier: str, slot: int):
@@ -82,8 +86,8 @@ def open_session(
             timeline: Any = WallTimeline(engine, buffer)
         else:
             cache = cost_model.page_cache_bytes(profile, ledger.total_bytes + state)
-            use = cost_model.StorageUse(cost_model.pieces(geometry, config.layout), cell.engine, cache)
-            costs = cost_model.build(profile, geometry, use, dense_bits)
+            use = cost_model.StorageUse(cost_model.pieces(geometry, config.layout, cell.engine), cell.engine, cache)
+            costs = cost_model.build(profile, geometry, use, dense_bits, "" if config.stack == "auto" else config.stack)
             if real:
                 from moebench.timeline.filled import FilledTimeline
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from moebench.errors import UsageError
-from moebench.units import GIB
+from moebench.units import human_bytes
 
 CATEGORIES = ("dense", "kv", "expert slots", "host slots", "staging", "activations", "adapters", "draft")
 
@@ -47,12 +47,16 @@ class Ledger:
         total = self.total_bytes - self.current[category] + nbytes
         if self.cap_bytes is not None and total > self.cap_bytes:
             raise BudgetError(
-                f"memory cap of {self.cap_bytes / GIB:.3f} GiB is too small: {category} needs {nbytes / GIB:.3f} GiB "
-                f"beside {(total - nbytes) / GIB:.3f} GiB already in use; raise memory= or lower budget="
+                f"memory cap of {human_bytes(self.cap_bytes)} is too small: {category} needs {human_bytes(nbytes)} "
+                f"beside {human_bytes(total - nbytes)} already in use; raise memory= or lower budget="
             )
         self.current[category] = nbytes
         if total > self.peak_bytes:
             self.peak_bytes, self.at_peak = total, dict(self.current)
+
+    def forget_peak(self) -> None:
+        """Start the high-water mark anew from what is booked now."""
+        self.peak_bytes, self.at_peak = self.total_bytes, dict(self.current)
 
     def check_integrity(self) -> None:
         """Raise if a category is negative or the peak lies below the current total."""

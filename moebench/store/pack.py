@@ -106,7 +106,10 @@ class Pack:
     def verify(self, progress: Progress | None = None) -> None:
         """Check the hash of the dense file and of every expert; ``progress(done, total)`` counts experts."""
         if (found := file_hash(self.dense_path)) != self.manifest.dense_hash:
-            raise StoreError(f"{self.dense_path}: wrong bytes, hash {found} instead of {self.manifest.dense_hash}")
+            raise StoreError(
+                f"{self.dense_path}: wrong bytes, hash {found} instead of {self.manifest.dense_hash}; "
+                f"the pack is damaged, remove it and pack again"
+            )
         buffer = aligned_buffer(self.slot_bytes)
         for key in range(self.keys):
             self.read(key, buffer)

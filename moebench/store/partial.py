@@ -115,12 +115,16 @@ class PartialPack:
 
     @contextmanager
     def guarded(self, nbytes: int) -> Iterator[None]:
-        """Close the files in any case, and say in bytes what a full disk lacks for a pack of ``nbytes``."""
+        """Close the files in any case; say what stopped the writing of a pack of ``nbytes``, a full disk in bytes."""
         try:
             yield
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
+                limit = "the limit on file sizes (ulimit -f) is in the way" if error.errno == errno.EFBIG else ""
+                raise StoreError(
+                    f"{error.filename or self.path}: {limit or error.strerror or error}; mend that and run the same "
+                    f"command to resume, or remove {self.path}"
+                ) from error
             raise StoreError(self._no_space(nbytes, shutil.disk_usage(self.path).free)) from error
         finally:
             os.close(self._experts)

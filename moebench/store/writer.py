@@ -154,7 +154,10 @@ def _existing(out: Path, request: dict[str, Any]) -> Pack | None:
         return None
     if not (out / MANIFEST).is_file():
         raise StoreError(f"{out} exists and is not an expert pack; remove it or choose another out=")
-    pack = Pack.open(out)
+    try:
+        pack = Pack.open(out)
+    except StoreError as error:
+        raise StoreError(f"{error}; the pack is damaged, remove {out} and pack again") from None
     if found := differences(request, pack.manifest.request):
         raise StoreError(f"{out} exists with another {found}; remove it or choose another out=")
     return pack

@@ -68,9 +68,9 @@ class Timeline(ABC):
         """
 
     @abstractmethod
-    def compute_dense(self, layers: int, rows: int, context: int, final: bool) -> None:
-        """Attention and all else of ``layers`` layers ran over ``rows`` rows at ``context`` tokens; ``final`` adds the
-        head.
+    def compute_dense(self, layers: int, rows: int, state_bytes: int, final: bool) -> None:
+        """Attention and all else of ``layers`` layers ran over ``rows`` rows and ``state_bytes`` of cache and recurrent
+        state (over all layers of the model); ``final`` adds the head.
         """
 
     @abstractmethod

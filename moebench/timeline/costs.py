@@ -15,8 +15,12 @@ class Costs:
     ``read_s[d]`` is the service time of one whole-expert read with ``d`` reads outstanding (index 0 unused), so that
     throughput at depth d is ``read_bytes / read_s[d]``; ``block_s`` is how long a prefetch block that is already on the
     device keeps a demand read waiting. ``cached_s`` is the cost of a read that the page cache serves, and
-    ``page_cache_bytes`` its size (0 for of each row where arithmetic, not memory, bounds it. ``layer_floor_s`` is the
-    least time a layer takes in the software stack.
+    ``page_cache_bytes`` its size (0 for engines that bypass it). ``load_host_s`` is what issuing one load costs the
+    host. ``copy_s`` brings an expert to the device, ``copy_back_s`` back to the host.
+
+    ``dense_layer_s`` and ``head_s`` stream the dense weights of a layer and of the head; ``dense_row_s`` is the
+    arithmetic of one row in one layer; ``state_byte_s`` one layer's share of a byte of cache and recurrent state;
+    ``layer_floor_s`` the least time a layer takes in the software stack.
     """
 
     read_bytes: int
@@ -27,11 +31,12 @@ class Costs:
     cached_s: float
     page_cache_bytes: int
     copy_s: float
+    copy_back_s: float
     copy_latency_s: float
     dense_layer_s: float
     dense_row_s: float
     head_s: float
-    context_row_s: float
+    state_byte_s: float
     expert_s: float
     expert_row_s: float
     layer_floor_s: float

@@ -28,7 +28,9 @@ class VirtualTimeline(Timeline):
         self._swept = 0.0  # prefetch service is simulated up to here
         self._queue: deque[Ticket] = deque()  # prefetch reads waiting or under way, in order
         self._left: dict[Ticket, float] = {}  # seconds of service each still needs
-        self._link_free = 0.0
+        self._towards: dict[Ticket, str] = {}
+        self._link_free = {"host": 0.0, "device": 0.0}  # the link carries both directions at once
+        self._memory_free = 0.0
         self._pages: OrderedDict[int, None] = OrderedDict()
         self._page_slots = costs.page_cache_bytes // max(1, costs.expert_bytes)
 
@@ -41,13 +43,14 @@ class VirtualTimeline(Timeline):
     def read(self, keys: Sequence[int], slots: Sequence[int], tier: str, priority: int) -> list[Ticket]:
         """Start reads; completion times of demand reads are known at once, those of prefetches as time passes."""
         costs = self.costs
-        self._now += costs.load_host_s * len(keys)
+        if tier == "device":  # by way of a host slot it is the copy up that the host thread issues
+            self._now += costs.load_host_s * len(keys)
         now, tickets, cold = self._now, [], []
         for key, slot in zip(keys, slots, strict=True):
             ticket = Ticket(key, costs.read_bytes, slot, priority, now)
             tickets.append(ticket)
             if self._page_slots and self._from_page_cache(key):
-                ticket.done_s = now + costs.cached_s
+                ticket.done_s = self._memory_free = max(now, self._memory_free) + costs.cached_s
             else:
                 cold.append(ticket)
         if not cold:
@@ -127,17 +130,22 @@ class VirtualTimeline(Timeline):
 
     def copy(self, key: int, source: tuple[str, int], target: tuple[str, int], after: Ticket | None) -> Ticket:
         """Queue one copy on the link, after the read it depends on."""
+        if target[0] == "device":
+            self._now += self.costs.load_host_s
         ticket = Ticket(key, self.costs.expert_bytes, target[1], DEMAND, self._now)
         ticket.handle = after
+        self._towards[ticket] = target[0]
         landed = self._now if after is None else after.done_s
         if landed is not None:
             self._link(ticket, max(self._now, landed))
         return ticket
 
     def _link(self, ticket: Ticket, earliest: float) -> None:
-        start = max(earliest, self._link_free)
-        self._link_free = start + self.costs.copy_s
-        ticket.done_s = start + self.costs.copy_latency_s + self.costs.copy_s
+        target = self._towards.pop(ticket)
+        took = self.costs.copy_s if target == "device" else self.costs.copy_back_s
+        start = max(earliest, self._link_free[target])
+        self._link_free[target] = start + took
+        ticket.done_s = start + self.costs.copy_latency_s + took
 
     # --- waiting ---------------------------------------------------------------------------------------------------
 
@@ -173,13 +181,13 @@ class VirtualTimeline(Timeline):
         costs = self.costs
         self._now += max(count * costs.expert_s, rows * costs.expert_row_s)
 
-    def compute_dense(self, layers: int, rows: int, context: int, final: bool) -> None:
+    def compute_dense(self, layers: int, rows: int, state_bytes: int, final: bool) -> None:
         """Dense weights stream once per pass; many rows are bound by arithmetic; a layer never beats the stack's
         floor.
         """
         costs = self.costs
         if layers:
-            busy = max(costs.dense_layer_s, rows * costs.dense_row_s) + context * costs.context_row_s
+            busy = max(costs.dense_layer_s, rows * costs.dense_row_s) + state_bytes * costs.state_byte_s
             self._now += layers * max(busy, costs.layer_floor_s)
         if final:
             self._now += costs.head_s

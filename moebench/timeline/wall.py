@@ -79,7 +79,7 @@ class WallTimeline(Timeline):
     def compute_experts(self, count: int, rows: int) -> None:
         """Real compute takes its own time."""
 
-    def compute_dense(self, layers: int, rows: int, context: int, final: bool) -> None:
+    def compute_dense(self, layers: int, rows: int, state_bytes: int, final: bool) -> None:
         """Real compute takes its own time."""
 
     def host_sync(self) -> None:

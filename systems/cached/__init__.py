@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
+from moebench.errors import UsageError
 from moebench.hookspecs import hookimpl
 from moebench.residency.policies import make_policy
 from moebench.systemspec import NoKnobs, RunContext, SystemSpec
@@ -20,12 +21,20 @@ class DecayedLfuConfig:
 
     half_life: float = field(default=16.0, metadata={"help": "steps after which an access counts half"})
 
+    def __post_init__(self) -> None:
+        if not 0.01 <= self.half_life <= 1e9:
+            raise UsageError(f"system.half_life must lie between 0.01 and 1e9 steps, got {self.half_life}")
+
 
 @dataclass(frozen=True)
 class SlruConfig:
     """Options of slru."""
 
     protected: float = field(default=0.8, metadata={"help": "share of the slots that only experts with a hit may hold"})
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.protected < 1.0:
+            raise UsageError(f"system.protected must lie between 0 and 1, got {self.protected}")
 
 
 class Cached:

@@ -1,0 +1,15 @@
+"""Shared by all tests: no deadlines, no plugins from outside, packs and profiles in a folder of their own."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+from hypothesis import settings
+
+settings.register_profile("moebench", deadline=None)
+settings.load_profile("moebench")
+os.environ.setdefault("MOEBENCH_PLUGINS", "")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+if "MOEBENCH_HOME" not in os.environ:
+    os.environ["MOEBENCH_HOME"] = tempfile.mkdtemp(prefix="moebench-tests-")
