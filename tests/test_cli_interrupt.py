@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 PARENT = """
 import sys, time
@@ -43,7 +44,8 @@ def test_ctrl_c_ends_parent_and_child_with_one_line(tmp_path):
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of the group
         _, told = process.communicate(timeout=30)
     finally:
-        process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     assert told.splitlines() == ["moebench: error: stopped by Ctrl-C"]
     assert process.returncode == 1
     assert not os.path.exists(f"/proc/{file.read_text()}")
