@@ -38,6 +38,7 @@ def isolated(work: Callable[..., Any], *arguments: Any) -> Any:
             output, _ = child.communicate(task)
         except BaseException:  # Ctrl-C reaches us alone: see CHILD
             child.kill()
+            child.wait()
             raise
     if child.returncode:
         how = f"killed by signal {-child.returncode}" if child.returncode < 0 else f"exit code {child.returncode}"
