@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib import resources
 from pathlib import Path
 
 import pytest
 import yaml
+
+from moebench.machine import detect
 
 MINI = {
     "name": "mini",
@@ -74,7 +77,8 @@ def mini(plugin, tmp_path):
 def make_host(home: Path, **changes) -> Path:
     """Write ``hw=host`` as a calibration would, with numbers that nobody measured."""
     text = resources.files("moebench.hardware_profiles").joinpath("m4pro.yaml").read_text()
-    data = yaml.safe_load(text) | {"id": "host", "title": "this machine", "model": "", "match": {}, **changes}
+    here = {"cpu": f"^{re.escape(detect().cpu)}$"}
+    data = yaml.safe_load(text) | {"id": "host", "title": "this machine", "model": "", "match": here, **changes}
     path = home / "hardware" / "host.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(data))

@@ -151,7 +151,7 @@ def test_a_memory_cap_refuses_with_the_numbers(mini):  # noqa: F811
     peak = round(free.metrics["peak_active_gib"].value * GIB)
     (capped,) = moebench.run(memory=f"{peak}B", **options)
     assert capped.metrics["decode_tok_s"].value == free.metrics["decode_tok_s"].value
-    with pytest.raises(BudgetError, match=r"memory cap of 0\.\d+ GiB is too small: kv needs .* raise memory="):
+    with pytest.raises(BudgetError, match=r"memory cap of .* is too small: kv needs .* raise memory="):
         moebench.run(memory=f"{peak - 1}B", **options)
     with pytest.raises(BudgetError, match="expert slots needs"):
         moebench.run(memory=f"{20 * SLOT}B", **options)

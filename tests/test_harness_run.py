@@ -103,17 +103,19 @@ def test_a_modeled_row_marks_every_number_and_explains_every_gap(mini):  # noqa:
     assert row.workload["kind"] == "synthetic"
 
 
-def test_a_recorded_trace_is_not_an_assumption(mini, tmp_path):  # noqa: F811
-    spec = SyntheticSpec(layers=4, experts=16, top_k=2, sequences=2, prefill=4, decode=20)
-    synthesize(spec).save(tmp_path / "t.safetensors")
-    (row,) = moebench.run(
-        system="lru", hw="m4pro", model="mini", workload="trace", **{"workload.path": "t.safetensors"}
-    )
+@pytest.mark.parametrize("made_up", [True, False])
+def test_a_made_up_trace_stays_an_assumption_and_a_recorded_one_is_none(mini, tmp_path, made_up):  # noqa: F811
+    trace = synthesize(SyntheticSpec(layers=4, experts=16, top_k=2, sequences=2, prefill=4, decode=20))
+    if not made_up:
+        kept = {key: value for key, value in trace.metadata.items() if key != "generator"}
+        trace = dataclasses.replace(trace, metadata=kept)
+    path = tmp_path / "t.safetensors"
+    trace.save(path)
+    (row,) = moebench.run(system="lru", hw="m4pro", model="mini", workload="trace", **{"workload.path": str(path)})
     assert row.workload["kind"] == "trace"
-    assert not [line for line in row.assumptions if line.startswith("assumed")]
+    assert any(line.startswith("assumed") for line in row.assumptions) == made_up
     with pytest.raises(UsageError, match=r"has 4 layers of 16 experts, olmoe-1b-7b has 16 of 64"):
-        moebench.run(system="lru", hw="m4pro", model="olmoe-1b-7b", workload="trace",
-                     **{"workload.path": "t.safetensors"})  # fmt: skip
+        moebench.run(system="lru", hw="m4pro", model="olmoe-1b-7b", workload="trace", **{"workload.path": str(path)})
 
 
 def test_quality_is_measured_even_where_time_is_modeled(live, monkeypatch):
