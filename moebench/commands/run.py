@@ -69,8 +69,8 @@ def main(words: Sequence[str]) -> int:
         return 0
     if failures and not parsed.multirun:
         raise failures[0][1]
-    for job_words, error in failures:
-        print(f"moebench: error: {job_words}: {' '.join(str(error).split())}", file=sys.stderr)
+    for job_words, failure in failures:
+        print(f"moebench: error: {job_words}: {' '.join(str(failure).split())}", file=sys.stderr)
     return finish(rows) or int(bool(failures))
 
 
