@@ -86,7 +86,7 @@ def resident(lab):
     return lab.run(full=True)
 
 
-def same(one, two):
+def check_same(one, two):
     assert one[0] == two[0]
     assert np.array_equal(one[1], two[1])
 
@@ -97,14 +97,14 @@ def same(one, two):
 def test_any_cache_size_and_policy(lab, resident, system, slots, scope):
     spec = load_plugins().system(system)
     plugin = spec.make(spec.config(), RunContext(lab.geometry, slots, scope))
-    same(lab.run([plugin], slots, scope), resident)
+    check_same(lab.run([plugin], slots, scope), resident)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("engine", ["mmap", "pread", "direct"])
 def test_any_engine_and_layout(lab, resident, engine, layout):
     try:
-        same(lab.run(slots=5, layout=layout, engine=engine, threads=3), resident)
+        check_same(lab.run(slots=5, layout=layout, engine=engine, threads=3), resident)
     except StoreError as error:
         pytest.skip(f"no direct reads here: {error}")
 
@@ -112,24 +112,24 @@ def test_any_engine_and_layout(lab, resident, engine, layout):
 @pytest.mark.parametrize("seed", range(6))
 def test_an_adversarial_policy_and_shuffled_late_completions(lab, resident, seed):
     options = {"engine": "faulty", "delay_s": 0.0005, "reorder": 3, "seed": seed, "threads": 3, "short_read": 0.2}
-    same(lab.run([Adversary(seed)], 3 + seed, **options), resident)
+    check_same(lab.run([Adversary(seed)], 3 + seed, **options), resident)
 
 
 @pytest.mark.parametrize("clock", ["wall", "virtual"])
 @pytest.mark.parametrize("host", [3, 9])
 def test_two_tiers_with_real_copies(lab, resident, host, clock):
-    same(lab.run([Adversary(host)], 6, host=host, clock=clock), resident)
+    check_same(lab.run([Adversary(host)], 6, host=host, clock=clock), resident)
 
 
 def test_modeled_time_moves_the_same_bytes(lab, resident):
-    same(lab.run([Adversary(3)], 5, clock="virtual"), resident)
+    check_same(lab.run([Adversary(3)], 5, clock="virtual"), resident)
 
 
 def test_a_seeded_sampler_gives_the_same_text_under_every_system(lab):
     one = lab.run(full=True, sampler=seeded_sampler(7))
     two = lab.run([Adversary(1)], 4, sampler=seeded_sampler(7))
     other = lab.run(full=True, sampler=seeded_sampler(8))
-    same(one, two)
+    check_same(one, two)
     assert one[0] != other[0]
 
 

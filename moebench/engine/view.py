@@ -9,7 +9,7 @@ import numpy as np
 from moebench.geometry import Geometry
 
 if TYPE_CHECKING:
-    from moebench.engine.acquire import Experts
+    from moebench.engine.movement import Movement
 
 
 class View:
@@ -17,7 +17,7 @@ class View:
     array.
     """
 
-    def __init__(self, experts: Experts) -> None:
+    def __init__(self, experts: Movement) -> None:
         self._experts = experts
 
     @property

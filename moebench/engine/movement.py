@@ -1,0 +1,251 @@
+"""Movement of experts between storage and tiers: room, victims, transfers, prefetch.
+
+Knows hooks, tickets and tiers; knows no layer's demand, no system, no device and no file.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from moebench.engine.hooks import Hooks
+from moebench.engine.record import StepRecord
+from moebench.engine.view import View
+from moebench.geometry import Geometry
+from moebench.residency.tier import Tier
+from moebench.step import Step
+from moebench.timeline.base import DEMAND, PREFETCH, Ticket, Timeline
+
+WINDOW_WEIGHT = 0.2
+
+
+class PluginError(ValueError):
+    """A plugin broke the contract of a hook."""
+
+
+class Movement:
+    """Tiers and what is on its way into them.
+
+    ``tiers`` is one tier, or (device, host): then every read lands in a host slot and is copied up, so that the host
+    slots are staging area and, with ``keep_evicted``, victim cache in one.
+    """
+
+    def __init__(
+        self, geometry: Geometry, tiers: Sequence[Tier], timeline: Timeline, hooks: Hooks, keep_evicted: bool = False
+    ) -> None:
+        self.geometry, self.tiers, self.timeline, self.hooks = geometry, list(tiers), timeline, hooks
+        self.device = self.tiers[0]
+        self.host = self.tiers[1] if len(self.tiers) > 1 else None
+        self.keep_evicted = keep_evicted
+        self.in_flight: dict[int, Ticket] = {}  # transfers into the device tier
+        self.loading: dict[int, Ticket] = {}  # reads into the host tier
+        self.temporary: set[int] = set()
+        self._wave: set[int] = set()
+        self._reading_ahead = False  # a prefetch never waits and never copies victims down
+        self.windows = [0.0] * geometry.layers
+        self.read_estimate_s = self.copy_estimate_s = 0.0
+        self.view = View(self)
+        self.step: Step | None = None
+        self.record = StepRecord(None, 0.0)  # what happens before the first step is nobody's
+        self._last: tuple[int, float] | None = None
+        self._since: float | None = None
+        self._timed = timeline.clock == "wall"
+
+    def tier(self, name: str | None) -> Tier:
+        """A tier by name; the fastest for None. Raises ``KeyError`` with the names."""
+        if name is None:
+            return self.device
+        for tier in self.tiers:
+            if tier.name == name:
+                return tier
+        raise KeyError(f"tier {name!r} is not one of {', '.join(t.name for t in self.tiers)}")
+
+    def _settle(self) -> None:
+        """Complete the transfers that have finished since: wanted or not, they are resident now, and may be evicted."""
+        for key in [k for k, ticket in self.in_flight.items() if self.timeline.is_ready(ticket)]:
+            self._await(key)
+
+    def _make_room(self, layer: int, need: int, wait: bool) -> int:
+        """Free slots for ``need`` experts of ``layer`` and return how many are free.
+
+        A demand waits, if nothing else is left to evict, for prefetches outside its wave; a prefetch makes what room it
+        can.
+        """
+        device = self.device
+        while (short := need - device.free_slots(layer)) > 0:
+            candidates = device.evictable(layer)
+            if len(candidates):
+                self._evict(device, layer, min(short, len(candidates)), candidates)
+            elif wait and (other := self._flying_elsewhere(layer)) is not None:
+                self._await(other)
+            else:
+                break
+        return device.free_slots(layer)
+
+    def _flying_elsewhere(self, layer: int) -> int | None:
+        """The oldest transfer that holds a slot ``layer`` could use and that the wave does not need."""
+        for key in self.in_flight:
+            same = self.device.scope == "shared" or key // self.geometry.experts == layer
+            if same and key not in self._wave:
+                return key
+        return None
+
+    def _evict(self, tier: Tier, layer: int, need: int, candidates: np.ndarray) -> None:
+        if self.hooks.evict is None:
+            victims = candidates[:need].tolist()
+        else:
+            victims = np.asarray(self.hooks.evict(tier.name, need, candidates, self.view), np.int64).tolist()
+            if len(set(victims)) < need or not tier.may_leave(victims, layer):
+                raise PluginError(
+                    f"evict returned {victims[:8]}; it must return {need} distinct ones of its candidates"
+                )
+        self.record.evictions += len(victims)
+        if tier is self.device and self.keep_evicted and not self._reading_ahead:
+            self._demote(victims)
+        tier.drop(victims)
+
+    def _demote(self, victims: list[int]) -> None:
+        """Copy what leaves the device down to the host, unless the host still has it or the system drops it."""
+        gone = [k for k in victims if k not in self.host]
+        if not gone:
+            return
+        stay = self.hooks.demote(gone, self.view) if self.hooks.demote is not None else None
+        for i, key in enumerate(gone):
+            if (stay is None or stay[i]) and self._host_room(key):
+                slot = self.host.take(key)
+                ticket = self.timeline.copy(key, ("device", self.device.slot(key)), ("host", slot), None)
+                self.record.stall_s += self.timeline.wait(ticket)
+                self.host.complete(key)
+                self.record.copies += 1
+
+    def _host_room(self, key: int) -> bool:
+        """Free one host slot; False if every host slot is in flight and, for a prefetch, always rather than wait."""
+        layer = key // self.geometry.experts
+        while not self.host.free_slots(layer):
+            candidates = self.host.evictable(layer)
+            candidates = candidates[np.array([k not in self.in_flight for k in candidates.tolist()], bool)]
+            doubled = candidates[self.device.slot_of[candidates] >= 0]
+            if len(doubled):  # the device holds it too: nothing is lost
+                self.host.drop(doubled[:1].tolist())
+            elif len(candidates):
+                self._evict(self.host, layer, 1, candidates)
+            elif self._reading_ahead:
+                return False
+            elif self.loading:
+                self._landed(next(iter(self.loading)))
+            elif self.in_flight:
+                self._await(next(iter(self.in_flight)))
+            else:
+                return False
+        return True
+
+    def _fetch(self, keys: list[int], priority: int) -> None:
+        """Issue the transfers that bring ``keys`` into their device slots."""
+        device, timeline = self.device, self.timeline
+        if self.host is None:
+            tickets = timeline.read(keys, [device.take(k) for k in keys], device.name, priority)
+            self.in_flight.update(zip(keys, tickets, strict=True))
+            self.record.read_bytes += sum(t.nbytes for t in tickets)
+            return
+        for key in keys:
+            if key not in self.host:
+                if not self._host_room(key):
+                    raise PluginError("the host tier has no slot that may be reused; raise budget=")
+                (ticket,) = timeline.read([key], [self.host.take(key)], self.host.name, priority)
+                self.loading[key] = ticket
+                self.record.read_bytes += ticket.nbytes
+            elif key in self.loading and priority == DEMAND:
+                self.timeline.promote(self.loading[key])
+            after = self.loading.get(key)
+            source = (self.host.name, self.host.slot(key))
+            self.in_flight[key] = timeline.copy(key, source, (device.name, device.take(key)), after)
+            self.record.copies += 1
+
+    def _promote(self, key: int) -> None:
+        self.timeline.promote(self.in_flight[key])
+        if key in self.loading:
+            self.timeline.promote(self.loading[key])
+
+    def _await(self, key: int) -> None:
+        """Wait for one transfer into the device tier and mark its slot ready; an error frees the slot."""
+        ticket = self.in_flight[key]
+        try:
+            stall = self.timeline.wait(ticket)
+        except BaseException:
+            self.device.drop((key,))
+            del self.in_flight[key]
+            raise
+        self.record.stall_s += stall
+        del self.in_flight[key]
+        if self._timed and stall:
+            took = self.timeline.now() - ticket.issued_s
+            old = self.read_estimate_s
+            self.read_estimate_s = took if old == 0.0 else old + WINDOW_WEIGHT * (took - old)
+        self.device.complete(key)
+        if key in self._wave:
+            self.device.lease((key,))
+        if key in self.loading:
+            self._landed(key)
+
+    def _landed(self, key: int) -> None:
+        ticket = self.loading.pop(key)
+        self.record.stall_s += self.timeline.wait(ticket)
+        self.host.complete(key)
+
+    def _prefetch(self, point: int | str) -> None:
+        """Ask the system what to read ahead at ``point`` and start as much of it as slots allow, never blocking."""
+        if self.hooks.prefetch is None:
+            return
+        wanted = self.hooks.prefetch(self.step, point, self.view)
+        if wanted is None:
+            return
+        keys = [k for k in dict.fromkeys(np.asarray(wanted, np.int64).tolist()) if k not in self.device]
+        self._reading_ahead = True
+        if self.host is None:
+            chosen: list[int] = []
+            taken: Counter[int] = Counter()  # slots spoken for, by layer where layers do not share
+            for key in keys:
+                layer = key // self.geometry.experts
+                group = layer if self.device.scope == "per_layer" else 0
+                if self._make_room(layer, taken[group] + 1, wait=False) > taken[group]:
+                    taken[group] += 1
+                    chosen.append(key)
+            self._fetch(chosen, PREFETCH)
+        else:
+            chosen = [k for k in keys if self._ahead_through_host(k)]
+        self.record.prefetch_reads += len(chosen)
+        self._reading_ahead = False
+
+    def _ahead_through_host(self, key: int) -> bool:
+        """Start one prefetch by way of a host slot, if both tiers have room."""
+        room = key in self.host or self._host_room(key)
+        if room and self._make_room(key // self.geometry.experts, 1, wait=False):
+            self._fetch([key], PREFETCH)
+            return True
+        return False
+
+    def preload(self) -> None:
+        """Make every expert resident before the first request: on the device as far as it reaches, else on the host."""
+        for key in range(self.geometry.keys):
+            if self.device.free_slots(key // self.geometry.experts):
+                self._fetch([key], DEMAND)
+            elif self._host_room(key):
+                (self.loading[key],) = self.timeline.read([key], [self.host.take(key)], self.host.name, DEMAND)
+        self.drain()
+
+    def drain(self) -> None:
+        """Wait for everything in flight; used between requests and before closing."""
+        for key in list(self.in_flight):
+            self._await(key)
+        for key in list(self.loading):
+            self._landed(key)
+
+    def check_integrity(self) -> None:
+        """Raise unless tiers are whole and in-flight slots match the tickets."""
+        for tier in self.tiers:
+            tier.check_integrity()
+        flying = {k for k in self.in_flight if self.device.is_in_flight(k)}
+        if flying != set(self.in_flight) or int((self.device.state == 3).sum()) != len(flying):
+            raise AssertionError("in-flight slots and tickets disagree")
