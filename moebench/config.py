@@ -23,9 +23,9 @@ class WorkloadConfig:
     name: str = option("synthetic", "name shown in the table and in the result's path")
     path: str = option("", "trace folder (kind=trace) or a JSON-lines file of prompts (kind=prompts)")
     seed: int = option(0, "seed of the synthetic trace or of the choice of prompts")
-    requests: int = option(4, "requests in a run")
+    requests: int = option(4, "requests in a run; a trace has its own")
     prompt_tokens: int = option(64, "tokens of each prompt")
-    new_tokens: int = option(128, "tokens each request emits")
+    new_tokens: int = option(128, "tokens each request emits, at most: a model stops when its answer ends")
     batch: int = option(1, "sequences that decode together")
 
     def __post_init__(self) -> None:

@@ -49,4 +49,4 @@ def test_ctrl_c_ends_parent_and_child_with_one_line(tmp_path):
     assert told.splitlines() == ["moebench: error: stopped by Ctrl-C"]
     assert process.returncode == 1
     assert not os.path.exists(f"/proc/{file.read_text()}")
-    assert not list((tmp_path / "results").iterdir())
+    assert not [path for path in (tmp_path / "results").rglob("*") if path.is_file()]

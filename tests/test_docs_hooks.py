@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,9 @@ def example() -> tuple[str, str]:
 
 def test_the_readmes_plugin_runs_as_it_stands(mini, plugin, capsys):  # noqa: F811
     code, entry = example()
-    assert entry.splitlines()[0] == "[project.entry-points.moebench]"
+    project = tomllib.loads(entry)
+    assert project["project"]["entry-points"] == {"moebench": {"fifo": "fifo"}}
+    assert project["tool"]["setuptools"]["py-modules"] == ["fifo"]
     plugin("fifo", code)
     assert main(["list", "systems"]) == 0
     shown = capsys.readouterr()

@@ -29,6 +29,7 @@ from moebench.systemspec import SystemSpec
 from moebench.trace.format import Trace
 
 Progress = Callable[[str], None]
+NAMELESS = ("trace", "synthetic")
 
 
 def run_cell(cell: Cell, registry: Registry, progress: Progress = lambda text: None) -> Row:
@@ -85,7 +86,7 @@ def _replay(cell: Cell, registry: Registry, progress: Progress) -> Row:
         pack = random_pack(geometry, config.layout, progress)
     context = int(trace.position.max()) + 1
     prompts = np.unique(trace.sequence[trace.phase == PREFILL], return_counts=True)[1]
-    longest = 0 if pack else int(prompts.max(initial=0))
+    longest = 0 if pack else int(prompts.max(initial=1))
     future = demands(trace, config) if cell.spec.oracle else None
     repeats = config.repeats if cell.clock == "wall" else 1
     runs = []
@@ -294,7 +295,7 @@ def _row(
         fidelity=cell.spec.fidelity(config.knobs),
         hw=config.hw,
         model=cell.model,
-        workload_name="prompts" if cell.live else config.workload.name,
+        workload_name=_workload_name(cell),
         config={**config.resolved(), "engine": cell.engine, "model": cell.model},
         environment=machine.environment(),
         workload=workload,
@@ -311,6 +312,14 @@ def _row(
     )
 
 
+def _workload_name(cell: Cell) -> str:
+    """What a row's workload is called: a trace by its file, unless it was given a name."""
+    workload = cell.config.workload
+    if cell.live:
+        return "prompts"
+    return Path(workload.path).stem if workload.kind == "trace" and workload.name in NAMELESS else workload.name
+
+
 def failed_row(cell: Cell, error: Exception) -> Row:
     """A row for a cell that could not run: the error takes the place of the numbers, so that it never just drops
     out.
@@ -324,7 +333,7 @@ def failed_row(cell: Cell, error: Exception) -> Row:
         fidelity=cell.spec.fidelity(cell.config.knobs),
         hw=cell.config.hw,
         model=cell.model,
-        workload_name="prompts" if cell.live else cell.config.workload.name,
+        workload_name=_workload_name(cell),
         config={**cell.config.resolved(), "engine": cell.engine, "model": cell.model},
         environment=machine.environment(),
         workload={"kind": cell.config.workload.kind, "seed": cell.config.workload.seed, "hash": ""},

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -74,9 +76,16 @@ def memory(cell: Cell, runs: Sequence[Session], process: bool) -> dict[str, Metr
 
 
 def process_peak_bytes() -> int | None:
-    """High-water mark of this process's resident memory (VmHWM on Linux, ru_maxrss elsewhere), or None."""
-    import resource
-    import sys
+    """High-water mark of this process's resident memory: VmHWM on Linux, ru_maxrss on macOS, else None.
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    Linux's ru_maxrss will not do: it remembers the parent that this process was forked from.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        (line,) = [line for line in status.read_text().splitlines() if line.startswith("VmHWM:")]
+        return int(line.split()[1]) * 1024
+    if sys.platform == "darwin":
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return None

@@ -53,7 +53,7 @@ def open_session(
     longest_prompt: int = 1,
 ) -> Session:
     """Size, book and connect everything. ``pack`` is None on runs that move no bytes; ``context`` is the longest
-    sequence and ``longest_prompt`` the longest prompt, both in tokens.
+    sequence and ``longest_prompt`` the longest prompt, both in tokens; 0 on runs in which nothing computes.
     """
     config, spec, profile = cell.config, cell.spec, cell.profile
     real = pack is not None
@@ -62,7 +62,7 @@ def open_session(
     try:
         staging = engine.staging_bytes if engine is not None else 0
         ledger = Ledger(None if config.memory is None else parse_bytes(config.memory, "memory"))
-        activations = _activation_bytes(geometry, min(config.chunk, max(1, longest_prompt)), batch)
+        activations = _activation_bytes(geometry, min(config.chunk, longest_prompt), batch) if longest_prompt else 0
         state = batch * (context * geometry.kv_bytes_per_token + geometry.fixed_state_bytes)
         fixed = dense_bytes + activations + state
         # On a CPU box there is one memory; only a modeled machine with its own device memory has two tiers.
