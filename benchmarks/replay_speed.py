@@ -82,7 +82,7 @@ def build(registry: Registry, system: str, shape: geometry.Geometry, trace: Trac
     sizes = size(shape, shape.slot_bytes, spec, "0.25", "shared", profile, 0, shape.dense_bytes, 1)
     tiers = make_tiers(shape, shape.slot_bytes, sizes, "shared", False, ledger)
     timeline = VirtualTimeline(
-        costs.build(profile, shape, costs.StorageUse(costs.pieces(shape, "packed"), profile.engine))
+        costs.build(profile, shape, costs.StorageUse(costs.pieces(shape, "packed", profile.engine), profile.engine))
     )
     future = None
     if spec.oracle:

@@ -58,8 +58,8 @@ def exhaustive(todo, slots, bypass):
     states = {frozenset(): 0}
     for keys in todo.keys:
         event, following = frozenset(keys.tolist()), {}
+        pinned = frozenset() if bypass else event
         for held, before in states.items():
-            pinned = event & held if bypass else event
             loose = (held | event) - pinned
             misses = before + len(event - held)
             room = min(len(loose), slots - len(pinned))

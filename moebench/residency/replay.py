@@ -198,13 +198,16 @@ class _Cache:
         return gone
 
     def bypass(self, policy, pool: int, keys: np.ndarray, missing: np.ndarray) -> list[int]:
-        """Keep the best of what is held and what is missing; returns who left, or was not kept."""
+        """Keep the best of what is held and what was used; returns who left, or was not kept.
+
+        What the event hit may leave as well: it has been used, and keeping it by force would not be optimal.
+        """
         short = self.held[pool] + len(missing) - self.room
         self.resident[missing] = True
         self.held[pool] += len(missing)
         if short <= 0:
             return []
-        out = policy.victims(np.concatenate([self._others(pool, keys), missing]), short)
+        out = policy.victims(np.concatenate([self._others(pool, keys), keys]), short)
         self.resident[out] = False
         self.held[pool] -= short
         return out.tolist()
