@@ -66,6 +66,20 @@ def test_plain_transformers_loads_it_and_it_answers():
     assert right >= 24  # 94 % over all items; 30 here
 
 
+def test_the_draft_is_small_dense_and_speaks_the_same_tokens():
+    transformers = pytest.importorskip("transformers")
+    draft = transformers.AutoModelForCausalLM.from_pretrained(HOME / "draft")
+    assert draft.config.model_type == "qwen3"
+    assert (HOME / "draft" / "model.safetensors").stat().st_size <= 3 * 2**20
+    assert (HOME / "draft" / "tokenizer.json").read_bytes() == (CHECKPOINT / "tokenizer.json").read_bytes()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(HOME / "draft")
+    item = next(i for i in local.load_items("local") if i["task"] == "chain")
+    ids = tokenizer(item["prompt"] + item["completion"], return_tensors="pt")["input_ids"]
+    start = len(tokenizer(item["prompt"])["input_ids"])
+    right = draft(ids).logits[0, start - 1 : -1].argmax(-1) == ids[0, start:]
+    assert right.float().mean() > 0.7
+
+
 def test_the_recorded_trace_is_the_models_shape():
     trace = load(HOME / "traces" / "held_out.safetensors")
     assert (trace.layers, trace.expert_count, trace.top_k) == (8, 32, 4)
