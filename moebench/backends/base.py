@@ -6,7 +6,7 @@ Backends know tensors and no disk; the core above them imports neither torch nor
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import numpy as np
@@ -55,6 +55,3 @@ class Backend(ABC):
     @abstractmethod
     def kv_bytes(self) -> int:
         """Bytes of the KV cache held now."""
-
-
-Sampler = Callable[[np.ndarray], np.ndarray]
