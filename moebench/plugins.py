@@ -27,6 +27,7 @@ BUILTIN = (
     "moebench.systems.ondemand",
     "moebench.systems.mmap",
     "moebench.systems.cached",
+    "moebench.systems.edge0",
     "moebench.store.builtin",
 )
 REGISTRY_HOOKS = ("register_systems", "register_hardware", "register_models", "register_io")

@@ -7,22 +7,60 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from moebench.geometry import Geometry
+
+if TYPE_CHECKING:
+    from moebench.backends.base import Adapters, Ops
+    from moebench.routing import RoutingLaw
+    from moebench.trace.format import Trace
 
 FIDELITIES = ("exact", "advisory", "altered")
 SIZINGS = ("budget", "minimal", "full")
 
 
 @dataclass(frozen=True, eq=False)
+class Target:
+    """The model that a system is about to serve, as it must know it to choose what it brings.
+
+    ``weights_hash`` and ``config`` (of transformers) belong to a model that computes; ``trace`` to a replay.
+    """
+
+    name: str
+    geometry: Geometry
+    weights_hash: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    trace: Trace | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Equipment:
+    """What a system brings to a run besides its code: fitted files and what follows from them.
+
+    ``held_bytes`` is booked in the ledger, by category; ``adapters`` are served by the backend; ``top_k`` experts run
+    per token and layer where that is not the model's own number; ``assumptions`` are printed with the row; ``content``
+    is the system's own.
+    """
+
+    held_bytes: Mapping[str, int] = field(default_factory=dict)
+    adapters: Adapters | None = None
+    top_k: int | None = None
+    assumptions: tuple[str, ...] = ()
+    content: Any = None
+
+
+@dataclass(frozen=True, eq=False)
 class RunContext:
     """What a system may know when it is built, before the first request.
 
-    ``slots`` counts the experts that the fastest tier holds, ``scope`` is ``shared`` or ``per_layer``. ``future`` is
-    given to oracles only: the demands to come, as (layer, keys) in the order of the loop.
+    ``slots`` counts the experts that the fastest tier holds, ``scope`` is ``shared`` or ``per_layer``, ``batch`` the
+    sequences that run together. ``future`` is given to oracles only: the demands to come, as (layer, keys) in the order
+    of the loop. ``ops`` and ``law`` are the backend's arithmetic and the model's routing law where one computes;
+    ``equipment`` is what the system's own ``equip`` returned.
     """
 
     geometry: Geometry
@@ -30,6 +68,37 @@ class RunContext:
     scope: str
     seed: int = 0
     future: Sequence[tuple[int, Sequence[int]]] | None = None
+    batch: int = 1
+    ops: Ops | None = None
+    law: RoutingLaw | None = None
+    equipment: Equipment = field(default_factory=Equipment)
+
+
+@dataclass(frozen=True)
+class Published:
+    """Figures that others published for this system, shown beside the row of the same machine and model.
+
+    ``metrics`` maps a metric's name to (value, source); ``setting`` says under which conditions.
+    """
+
+    hw: str
+    model: str
+    metrics: Mapping[str, tuple[float, str]]
+    setting: str
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """How ``moebench prepare`` fits or imports a system's artefacts.
+
+    ``options`` is a frozen dataclass of the system's own options, a default for each. ``fit(options, folder, name, out,
+    progress)`` works on a model folder and returns the path of what it wrote under ``out``; ``convert(options, source,
+    folder, name, out)`` takes files that others published. ``progress(text, done, total)``.
+    """
+
+    options: type
+    fit: Callable[[Any, Path, str, Path, Callable[[str, int, int], None]], Path]
+    convert: Callable[[Any, Path, Path, str, Path], Path] | None = None
 
 
 @dataclass(frozen=True)
@@ -46,6 +115,8 @@ class SystemSpec:
     prefetch) or ``altered`` (other experts run). ``timing_dependent``: decisions depend on when reads finish. ``needs``
     names artefacts or trace channels; ``baseline`` puts the system into every comparison, and so does ``oracle``, a
     bound that no real system reaches; ``engine`` is the read engine used when none is asked for.
+    ``equip(config, target)`` returns what the system brings (default: nothing), or raises what a user can mend;
+    ``published`` are figures to stand beside the rows, ``prepare`` makes the artefacts.
     ``sizing`` says how many cache slots it gets: what the ``budget`` holds, the ``minimal`` one layer of one token
     needs, or ``full``, all experts, loaded before the first request.
     """
@@ -63,6 +134,9 @@ class SystemSpec:
     oracle: bool = False
     engine: str | None = None
     sizing: str = "budget"
+    equip: Callable[[Any, Target], Equipment] = field(default=lambda config, target: Equipment())
+    published: tuple[Published, ...] = ()
+    prepare: Preparation | None = None
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z][a-z0-9_]*", self.id):

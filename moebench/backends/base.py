@@ -6,7 +6,8 @@ Backends know tensors and no disk; the core above them imports neither torch nor
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,6 +25,53 @@ class ExpertServer(Protocol):
         exactly once, in any order. The bytes (uint8, the pack's tensor layout) are valid until the next item is asked
         for.
         """
+
+
+@dataclass(frozen=True, eq=False)
+class Adapters:
+    """Low-rank adapters served unmerged: a projection W gives W x + scale * B (A x).
+
+    ``pairs`` maps the projection's name in the model to (A [r, in], B [out, r]), fp16.
+    """
+
+    scale: float
+    pairs: Mapping[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all matrices as stored."""
+        return sum(a.nbytes + b.nbytes for a, b in self.pairs.values())
+
+
+class Ops(ABC):
+    """Arithmetic on the backend's own tensors, for systems that predict from hidden states.
+
+    Contract: every result row depends on its own row alone, bit for bit, however many rows there are.
+    """
+
+    @abstractmethod
+    def tensor(self, array: np.ndarray) -> Any:
+        """The backend's tensor of a numpy array, in the precision that it predicts in."""
+
+    @abstractmethod
+    def numpy(self, tensor: Any) -> np.ndarray:
+        """A tensor as float32 numpy."""
+
+    @abstractmethod
+    def concat(self, tensors: Sequence[Any]) -> Any:
+        """Join tensors [..., a], [..., b] along the last axis."""
+
+    @abstractmethod
+    def stack(self, tensors: Sequence[Any]) -> Any:
+        """Join tensors of one shape along a new first axis."""
+
+    @abstractmethod
+    def linear(self, x: Any, weight: Any) -> Any:
+        """x [n, rows, in] and weight [n, out, in] (n products side by side) -> [n, rows, out]."""
+
+    @abstractmethod
+    def gelu(self, x: Any) -> Any:
+        """Exact GELU, x * (1 + erf(x / sqrt 2)) / 2."""
 
 
 class Backend(ABC):
@@ -45,6 +93,18 @@ class Backend(ABC):
     def probe_row_invariance(self) -> dict[str, Any]:
         """Run every kernel in use over one row and over many; report which are bit-identical and the largest
         difference.
+        """
+
+    @property
+    @abstractmethod
+    def ops(self) -> Ops:
+        """Arithmetic for systems that predict."""
+
+    @abstractmethod
+    def adapt(self, adapters: Adapters | None) -> None:
+        """Serve ``adapters`` beside the dense weights from now on, instead of those served before; None for none.
+
+        A name that is no dense projection, or a shape that does not fit, is an error that names it.
         """
 
     @property

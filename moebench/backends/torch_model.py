@@ -28,6 +28,11 @@ ATTENTIONS = ("eager", "sdpa")
 NUMERICS = ("row_invariant", "fast")
 
 
+def cache_argument(model: PreTrainedModel) -> str:
+    """What ``forward`` calls its cache: transformers renamed the argument on the way to version 6."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 class TransformersBackend(Backend):
     """The part that both backends share: inputs from a step, the KV cache, the logits.
 
@@ -37,8 +42,7 @@ class TransformersBackend(Backend):
     def __init__(self, model: PreTrainedModel, threads: int, numerics: str) -> None:
         torch.set_num_threads(threads)
         self.model, self.numerics = model, numerics
-        # transformers renamed the argument on the way to version 6
-        self._cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        self._cache_name = cache_argument(model)
         self.reset(1)
 
     def reset(self, batch: int) -> None:
@@ -112,8 +116,8 @@ class TransformersBackend(Backend):
     def observe_router_logits(self, callback: Callable[[int, torch.Tensor], None]) -> Callable[[], None]:
         """Call ``callback(layer, logits [N, E])`` at every MoE layer of each pass; returns a function that stops it."""
         handles = []
-        for layer, (name, experts) in enumerate(expert_modules(self.model).items()):
-            router = _router(self.model.get_submodule(name.rpartition(".")[0]), experts)
+        for layer, name in enumerate(expert_modules(self.model)):
+            router = router_module(self.model, name)
 
             def hook(module: nn.Module, inputs: Any, output: Any, layer: int = layer) -> None:
                 callback(layer, output[0] if isinstance(output, tuple) else output)
@@ -205,8 +209,9 @@ def _restore_buffers(model: PreTrainedModel) -> None:
     model.initialize_weights()
 
 
-def _router(block: nn.Module, experts: nn.Module) -> nn.Module:
-    """The module beside ``experts`` that scores them: its weight has one row per expert."""
+def router_module(model: nn.Module, experts_name: str) -> nn.Module:
+    """The module beside the experts module of that name that scores its experts: its weight has one row for each."""
+    experts, block = model.get_submodule(experts_name), model.get_submodule(experts_name.rpartition(".")[0])
     for module in block.modules():
         weight = getattr(module, "weight", None)
         if (
