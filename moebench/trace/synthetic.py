@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, fields
 import numpy as np
 
 from moebench.step import DECODE, PREFILL
+from moebench.trace.draws import Draws
 from moebench.trace.format import Trace
 
 BLOCK = 64  # steps drawn at a time, to bound memory
@@ -81,7 +82,7 @@ class SyntheticSpec:
 
 def uniform(spec: SyntheticSpec) -> Trace:
     """The control: top_k distinct experts, uniform and independent; uses only the sizes and the seed of ``spec``."""
-    draw = _Draws(spec.seed)
+    draw = Draws(spec.seed)
     tokens = spec.sequences * (spec.prefill + spec.decode)
     shape = (tokens, spec.layers)
     experts = np.empty((*shape, spec.top_k), np.int64)
@@ -95,7 +96,7 @@ def uniform(spec: SyntheticSpec) -> Trace:
 
 def synthesize(spec: SyntheticSpec) -> Trace:
     """Generate a trace; the same spec gives the same hash everywhere."""
-    draw = _Draws(spec.seed)
+    draw = Draws(spec.seed)
     steps, lanes, layers, k = spec.prefill + spec.decode, spec.sequences, spec.layers, spec.top_k
     to_expert = draw.permutations(layers, spec.experts)
     by_topic = draw.permutations(spec.topics, spec.experts)
@@ -217,28 +218,3 @@ def _trace(spec, experts, draw, generator):
         position=position,
         metadata=metadata,
     )
-
-
-class _Draws:
-    """Integers from PCG64's raw stream, which numpy keeps stable across versions."""
-
-    def __init__(self, seed: int) -> None:
-        self.bits = np.random.PCG64(seed)
-
-    def raw(self, shape) -> np.ndarray:
-        """uint64, uniform."""
-        return self.bits.random_raw(int(np.prod(shape))).reshape(shape)
-
-    def u16(self, shape) -> np.ndarray:
-        """uint16, uniform; four from each raw draw."""
-        size = int(np.prod(shape))
-        words = self.bits.random_raw(-(-size // 4)).astype("<u8").view("<u2")
-        return words[:size].reshape(shape)
-
-    def below(self, limit: int, shape) -> np.ndarray:
-        """int64 in 0..limit-1 (bias below limit / 2^32)."""
-        return ((self.raw(shape) >> np.uint64(32)) * np.uint64(limit) >> np.uint64(32)).astype(np.int64)
-
-    def permutations(self, count: int, size: int) -> np.ndarray:
-        """int64 [count, size], each row a permutation of 0..size-1."""
-        return self.raw((count, size)).argsort(axis=1, kind="stable")
