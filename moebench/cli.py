@@ -15,6 +15,7 @@ COMMANDS = {
     "list": "systems, hardware, models and engines that can be named",
     "doctor": "what this machine can measure, and what is missing",
     "pack": "turn a model folder into an expert pack",
+    "prepare": "fit or import what a system brings to a model, such as trained heads",
     "calibrate": "measure this machine into hw=host",
     "trace": "import, record, synthesize and describe routing traces",
 }
@@ -38,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "debug=true" in words
     try:
         return _dispatch(words)
-    except KeyboardInterrupt:
-        return _fail("stopped by Ctrl-C", 1)
+    except KeyboardInterrupt as stop:
+        return _fail(str(stop) or "stopped by Ctrl-C", 1)
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output is gone: nobody is left to tell
         return 1

@@ -89,7 +89,7 @@ class TransformersSource:
             name, digest, self._model = type(model).__name__, _parameters_hash(model), model
         else:
             self._model = load_model(model, dtype)
-            name, digest = Path(model).resolve().name, _folder_hash(Path(model))
+            name, digest = Path(model).resolve().name, folder_hash(Path(model))
         self._modules = list(expert_modules(self._model).values())
         self.layers, self.experts = len(self._modules), int(self._modules[0].num_experts)  # type: ignore[arg-type]
         config = self._model.config.to_dict()
@@ -184,7 +184,8 @@ def head_shape(attention: nn.Module) -> tuple[int, int, int, int]:
     return heads, heads // attention.num_key_value_groups, key, value
 
 
-def _folder_hash(folder: Path) -> str:
+def folder_hash(folder: Path) -> str:
+    """The ``weights_hash`` of a model folder: names and contents of its safetensors files."""
     digest = xxhash.xxh3_128()
     for path in sorted(folder.glob("*.safetensors")):
         digest.update(f"{path.name}\0{file_hash(path)}\0".encode())

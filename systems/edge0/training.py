@@ -6,7 +6,7 @@
    for all others.
 
 A batch is a pure function of (seed, step), and the state is saved as it goes, so an interrupted run continues with the
-data it would have seen. Needs torch.
+data it would have seen and ends with the numbers it would have had. Needs torch.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from moebench.errors import UsageError
 from moebench.systems.edge0.data import Example, Examples
 from moebench.systems.edge0.student import Student
 
@@ -97,7 +98,7 @@ def tune_loss(student: Student, batch: Batch) -> torch.Tensor:
 
 
 def reverse_kl(student: torch.Tensor, teacher: torch.Tensor, k: int = TEACHER_TOKENS) -> torch.Tensor:
-    """KL(student || teacher) [N] over the teacher's ``k`` likeliest tokens and one bucket for the rest; logits [N, V]."""
+    """KL(student || teacher) [N] over the teacher's ``k`` likeliest tokens and a bucket for the rest; logits [N, V]."""
     k = min(k, teacher.shape[-1] - 1)
     top = teacher.topk(k, dim=-1).indices
 
@@ -111,21 +112,33 @@ def reverse_kl(student: torch.Tensor, teacher: torch.Tensor, k: int = TEACHER_TO
 
 
 class Training:
-    """One resumable run of the three phases."""
+    """One resumable run of the three phases; ``state`` is the file it goes on from.
 
-    def __init__(self, student: Student, teacher: Any, examples: Examples, recipe: Recipe, state: Path) -> None:
+    ``fingerprint`` says what is trained on what: a state of another one is refused.
+    """
+
+    def __init__(
+        self, student: Student, teacher: Any, examples: Examples, recipe: Recipe, state: Path, fingerprint: str = ""
+    ) -> None:
         self.student, self.teacher, self.examples, self.recipe, self.state = student, teacher, examples, recipe, state
+        self.fingerprint = fingerprint
         self.phase, self.step, self.tokens, self.seconds = 0, 0, 0, 0.0
         self.losses: dict[str, float] = {}
         self._saved: dict[str, Any] | None = None
+        self._whole = True  # parameters and counters belong to the same step
         if state.is_file():
-            saved = torch.load(state, weights_only=True)
+            saved = read_state(state)
+            if (found := saved.get("fingerprint", "")) != fingerprint:
+                raise UsageError(
+                    f"{state} is of a training with other options ({found or 'unknown'}, not {fingerprint});"
+                    " finish it with those, or remove the file to start anew"
+                )
             student.load_state_dict(saved["student"])
             self.phase, self.step, self.tokens = saved["phase"], saved["step"], saved["tokens"]
             self.seconds, self.losses, self._saved = saved["seconds"], saved["losses"], saved["optimizer"]
 
     def run(self, report: Callable[[str, int, int, float], None], finished: Callable[[str], None]) -> None:
-        """Go on to the end; ``report(phase, step, steps, loss)`` after each step, ``finished(phase)`` after each phase."""
+        """Go on to the end; ``report(phase, step, steps, loss)`` each step, ``finished(phase)`` after each phase."""
         while self.phase < len(PHASES):
             self._run_phase(report)
             finished(PHASES[self.phase])
@@ -134,7 +147,6 @@ class Training:
 
     def _run_phase(self, report: Callable[[str, int, int, float], None]) -> None:
         phase, recipe, student = PHASES[self.phase], self.recipe, self.student
-        steps = recipe.steps[self.phase]
         heads, adapters = list(student.heads.parameters()), list(student.adapters.parameters())
         student.use_adapters(phase != "distil")
         rates = (recipe.head_rate[self.phase], recipe.adapter_rate[self.phase])
@@ -144,28 +156,43 @@ class Training:
         )  # fmt: skip
         if self._saved is not None:
             optimizer.load_state_dict(self._saved)
-        running = self.losses.get(phase, math.nan)
-        saved_at = time.perf_counter()
+        try:
+            self._steps(phase, optimizer, rates, report)
+        except KeyboardInterrupt:
+            if self._whole:
+                self.save(optimizer)
+            raise
+
+    def _steps(
+        self,
+        phase: str,
+        optimizer: torch.optim.Optimizer,
+        rates: tuple[float, float],
+        report: Callable[[str, int, int, float], None],
+    ) -> None:
+        steps, saved_at = self.recipe.steps[self.phase], time.perf_counter()
         while self.step < steps:
             started = time.perf_counter()
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 warm = min(1.0, (self.step + 1) / 30)
                 group["lr"] = rate * warm * max(0.02, 0.5 * (1 + math.cos(math.pi * self.step / steps)))
-            loss = self._backward(phase)
-            torch.nn.utils.clip_grad_norm_([*heads, *adapters], CLIP)
-            optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+            loss, tokens = self._backward(phase)
+            torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], CLIP)
+            self._whole = False
+            optimizer.step()
             self.step += 1
-            running = loss if math.isnan(running) else 0.95 * running + 0.05 * loss
-            self.losses[phase] = running
+            self.tokens += tokens
+            self.losses[phase] = 0.95 * self.losses.get(phase, loss) + 0.05 * loss
             self.seconds += time.perf_counter() - started
-            report(phase, self.step, steps, running)
+            self._whole = True
+            report(phase, self.step, steps, self.losses[phase])
             if time.perf_counter() - saved_at > 60:
                 self.save(optimizer)
                 saved_at = time.perf_counter()
 
-    def _backward(self, phase: str) -> float:
-        """One step's gradients; returns the mean loss per counted token."""
+    def _backward(self, phase: str) -> tuple[float, int]:
+        """One step's gradients; returns the mean loss per counted token, and the tokens read."""
         rng = random.Random(f"{self.recipe.seed}/{phase}/{self.step}")
         batch = self.examples.draw(rng, self.recipe.examples)
         if phase == "onpolicy":
@@ -174,7 +201,6 @@ class Training:
         counted = sum(int(part.counts.sum()) for part in padded)
         total = 0.0
         for part in padded:
-            self.tokens += int(part.length.sum())
             if phase == "distil":
                 summed, n = distil_loss(self.student, part)
                 loss = summed / max(1, n) / len(padded)
@@ -186,7 +212,7 @@ class Training:
                 loss = reverse_kl(self.student(part.ids, part.prompt)[:, :-1][part.counts], true).sum() / counted
             loss.backward()
             total += loss.item()
-        return total
+        return total, sum(int(part.length.sum()) for part in padded)
 
     def _written(self, batch: list[Example]) -> list[Example]:
         """The student's own completions of the batch's prompts."""
@@ -200,6 +226,7 @@ class Training:
     def save(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Keep everything that a later ``run`` needs, in one step."""
         held = {
+            "fingerprint": self.fingerprint,
             "student": self.student.state_dict(),
             "optimizer": None if optimizer is None else optimizer.state_dict(),
             "phase": self.phase,
@@ -210,3 +237,13 @@ class Training:
         }
         torch.save(held, self.state.with_suffix(".tmp"))
         self.state.with_suffix(".tmp").replace(self.state)
+
+
+def read_state(file: Path) -> dict[str, Any]:
+    """The saved state of a training; a damaged file is one line."""
+    try:
+        return torch.load(file, weights_only=True)
+    except Exception as error:  # torch and zipfile raise whatever a damaged file leads them to
+        raise UsageError(
+            f"{file} is unreadable ({' '.join(str(error).split())[:100]}); remove it to start anew"
+        ) from None

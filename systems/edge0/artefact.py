@@ -1,0 +1,253 @@
+"""What Edge0 adds to a model, as a folder of two files: ``prerouter.safetensors`` and ``lora.safetensors``.
+
+Keys are ``layers.<N>.{fc1,fc2,linear_init}.weight``, N the owner counted over MoE layers, and ``<module
+path>.lora_A``/``.lora_B``; all fp16. Each file's header says which model, weights and number of experts they were
+trained for, and how. Knows files and shapes; knows no training and no tensor library.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moebench.backends.base import Adapters
+from moebench.errors import UsageError
+from moebench.plugins import home
+from moebench.systems.edge0.heads import PARTS, Plan, head_shapes
+from moebench.systemspec import Target
+
+PREROUTER, LORA = "prerouter.safetensors", "lora.safetensors"
+HEADER = "moebench"
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Base:
+    """The model that heads and adapters belong to; ``quant`` is what its experts were stored in while they learned."""
+
+    model: str
+    weights_hash: str
+    layers: int
+    experts: int
+    hidden: int
+    native_top_k: int
+    quant: str
+
+
+@dataclass(frozen=True, eq=False)
+class Artefact:
+    """Heads of all owners of ``plan`` and, where trained, the recovery adapters; every matrix is finite fp16."""
+
+    base: Base
+    plan: Plan
+    heads: Mapping[int, Mapping[str, np.ndarray]]
+    adapters: Adapters | None = None
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.plan.layers != self.base.layers:
+            raise UsageError(f"a plan of {self.plan.layers} layers is not for a model of {self.base.layers}")
+        if sorted(self.heads) != list(self.plan.owners):
+            raise UsageError(f"heads of layers {sorted(self.heads)} are not those of {list(self.plan.owners)}")
+        for owner, head in self.heads.items():
+            for part, shape in head_shapes(self.base.hidden, self.base.experts).items():
+                _fits(f"layers.{owner}.{part}.weight", head.get(part), shape)
+        if self.adapters is not None:
+            if not self.adapters.pairs:
+                raise UsageError("adapters without matrices: leave them out")
+            for name, (a, b) in self.adapters.pairs.items():
+                _fits(f"{name}.lora_A", a, (self.rank, a.shape[-1]))
+                _fits(f"{name}.lora_B", b, (b.shape[0], self.rank))
+
+    @property
+    def rank(self) -> int:
+        """Inner dimension of every adapter; 0 without adapters."""
+        return next(iter(self.adapters.pairs.values()))[0].shape[0] if self.adapters else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all heads."""
+        return sum(matrix.nbytes for head in self.heads.values() for matrix in head.values())
+
+
+def save(artefact: Artefact, folder: Path) -> Path:
+    """Write the folder whole: a reader finds the complete old one, the complete new one, or none."""
+    from safetensors.numpy import save as serialise
+
+    tensors = {f"layers.{n}.{part}.weight": head[part] for n, head in sorted(artefact.heads.items()) for part in PARTS}
+    files = {PREROUTER: ("prerouter", tensors)}
+    if artefact.adapters is not None:
+        pairs = artefact.adapters.pairs.items()
+        sides = {f"{name}.lora_{side}": pair["AB".index(side)] for name, pair in pairs for side in "AB"}
+        files[LORA] = ("lora", sides)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    try:
+        new = scratch / "new"
+        new.mkdir()
+        for file, (kind, arrays) in files.items():
+            header = {HEADER: json.dumps(_header(artefact, kind), sort_keys=True)}
+            with open(new / file, "wb") as out:
+                out.write(serialise({k: np.ascontiguousarray(a) for k, a in arrays.items()}, metadata=header))
+                out.flush()
+                os.fsync(out.fileno())
+        if folder.exists():
+            folder.rename(scratch / "old")
+        new.rename(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return folder
+
+
+def load(folder: Path) -> Artefact:
+    """Read and check an artefact; a missing, damaged or foreign file is one line that says what to do."""
+    header, tensors = _read(folder / PREROUTER, "prerouter")
+    heads: dict[int, dict[str, np.ndarray]] = {}
+    for key, array in tensors.items():
+        layers, owner, part, weight = (*key.split("."), "", "", "")[:4]
+        if (layers, weight) != ("layers", "weight") or part not in PARTS or not owner.isdecimal():
+            raise _broken(folder / PREROUTER, f"tensor {key} is no part of a head")
+        heads.setdefault(int(owner), {})[part] = array
+    adapters = None
+    if header["rank"]:
+        other, sides = _read(folder / LORA, "lora")
+        if differing := sorted(k for k in header if k != "kind" and header[k] != other.get(k)):
+            raise _broken(folder / LORA, f"it does not belong to {PREROUTER}: {', '.join(differing)} differ")
+        try:
+            pairs = paired(sides)
+        except UsageError as error:
+            raise _broken(folder / LORA, str(error)) from None
+        adapters = Adapters(header["alpha"] / header["rank"], pairs)
+    try:
+        shape = header["geometry"]
+        base = Base(
+            quant=header["quant"], model=header["model"], weights_hash=header["weights_hash"],
+            native_top_k=header["native_top_k"], **{k: shape[k] for k in ("layers", "experts", "hidden")},
+        )  # fmt: skip
+        plan = Plan(base.layers, header["top_k"], tuple(header["consumers"]), header["first_token"])
+        made = Artefact(base, plan, heads, adapters, header["provenance"])
+    except (UsageError, KeyError, TypeError, IndexError) as error:
+        raise _broken(folder, str(error)) from None
+    if made.rank != header["rank"]:
+        raise _broken(folder / LORA, f"adapters of rank {made.rank}, the header says {header['rank']}")
+    return made
+
+
+def check(artefact: Artefact, target: Target, top_k: int) -> None:
+    """Refuse an artefact of another model, other weights or another number of experts per token."""
+    base, shape = artefact.base, target.geometry
+    pairs = {
+        "weights": (base.weights_hash, target.weights_hash),
+        "layers": (base.layers, shape.layers),
+        "experts": (base.experts, shape.experts),
+        "hidden size": (base.hidden, shape.hidden),
+        "K": (artefact.plan.top_k, top_k),
+    }
+    for what, (made, wanted) in pairs.items():
+        if made != wanted:
+            raise UsageError(
+                f"edge0: the artefact was made for {base.model} with {what} {made}, {target.name} runs with"
+                f" {what} {wanted}; make one that fits: {_command(target, top_k)}"
+            )
+
+
+def find(target: Target, top_k: int) -> Path:
+    """The folder of the artefact for these weights and ``top_k``: the user's own first, then the shipped ones."""
+    known = []
+    for folder in _candidates():
+        header = read_header(folder / PREROUTER)
+        if header["weights_hash"] == target.weights_hash:
+            if header["top_k"] == top_k:
+                return folder
+            known.append(header["top_k"])
+    have = f"those for this model have K {', '.join(map(str, sorted(set(known))))}" if known else "none for this model"
+    raise UsageError(f"edge0: no heads for {target.name} with K {top_k} ({have}); make them: {_command(target, top_k)}")
+
+
+def read_header(file: Path) -> dict[str, Any]:
+    """What a file says of itself, without its tensors."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(file), framework="numpy") as opened:
+            header = json.loads((opened.metadata() or {})[HEADER])
+    except FileNotFoundError:
+        raise UsageError(f"{file}: no such file; prepare the artefact again") from None
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise _broken(file, f"no readable header ({' '.join(str(error).split())})") from None
+    if not isinstance(header, dict) or header.get("schema") != SCHEMA:
+        raise _broken(file, f"its schema is not {SCHEMA}")
+    if missing := [name for name in ("kind", "weights_hash", "top_k", "rank", "alpha") if name not in header]:
+        raise _broken(file, f"its header lacks {', '.join(missing)}")
+    return header
+
+
+def paired(sides: Mapping[str, np.ndarray]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """``<name>.lora_A`` and ``<name>.lora_B`` as name -> (A, B); a side alone or another key is an error."""
+    names = dict.fromkeys(key.rpartition(".lora_")[0] for key in sides)
+    whole = {f"{name}.lora_{side}" for name in names for side in "AB"}
+    if odd := sorted(whole.symmetric_difference(sides)):
+        raise UsageError(f"adapters come as NAME.lora_A with NAME.lora_B; not so: {', '.join(odd[:3])}")
+    return {name: (sides[f"{name}.lora_A"], sides[f"{name}.lora_B"]) for name in names}
+
+
+def _header(artefact: Artefact, kind: str) -> dict[str, Any]:
+    base, plan = dataclasses.asdict(artefact.base), artefact.plan
+    return {
+        "schema": SCHEMA,
+        "kind": kind,
+        "geometry": {name: base.pop(name) for name in ("layers", "experts", "hidden")},
+        **base,
+        "top_k": plan.top_k,
+        "consumers": list(plan.consumers),
+        "first_token": plan.first_token,
+        "rank": artefact.rank,
+        "alpha": artefact.adapters.scale * artefact.rank if artefact.adapters else 0.0,
+        "provenance": dict(artefact.provenance),
+    }
+
+
+def _read(file: Path, kind: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    header = read_header(file)
+    if header["kind"] != kind:
+        raise _broken(file, f"it is a {header['kind']} file")
+    try:
+        return header, load_file(file)
+    except (SafetensorError, OSError, KeyError) as error:
+        raise _broken(file, f"unreadable ({' '.join(str(error).split())})") from None
+
+
+def _fits(name: str, matrix: np.ndarray | None, shape: tuple[int, ...]) -> None:
+    if matrix is None:
+        raise UsageError(f"{name} is missing")
+    if matrix.shape != shape or matrix.dtype != np.float16:
+        raise UsageError(f"{name} is {matrix.dtype} {matrix.shape}, expected float16 {shape}")
+    if not np.isfinite(matrix).all():
+        raise UsageError(f"{name} holds numbers that are not finite")
+
+
+def _candidates() -> Iterator[Path]:
+    for parent in (home() / "artefacts" / "edge0", Path(str(resources.files(__package__))) / "artefacts"):
+        folders = sorted(parent.iterdir()) if parent.is_dir() else []
+        yield from (f for f in folders if (f / PREROUTER).is_file() and not f.name.startswith("."))
+
+
+def _command(target: Target, top_k: int) -> str:
+    return f"moebench prepare system=edge0 model={target.name} k={top_k}"
+
+
+def _broken(file: Path, what: str) -> UsageError:
+    return UsageError(f"{file}: {what}; prepare or import the artefact again")
