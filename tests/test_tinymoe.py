@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moebench.models.tinymoe.domains import DOMAINS, generate
 
+from moebench.models.tinymoe.domains import DOMAINS, generate
 from moebench.quality import local
 from moebench.trace.format import load
 

@@ -2,9 +2,8 @@
 keeping.
 """
 
-from moebench.systems.ondemand import OnDemand
-
 from moebench.hookspecs import hookimpl
+from moebench.systems.ondemand import OnDemand
 from moebench.systemspec import SystemSpec
 
 
