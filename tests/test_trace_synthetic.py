@@ -136,3 +136,14 @@ def test_statistics_of_a_trace_known_by_hand():
     assert found["reuse_distance"]["p50"] == 1  # distances 1, 1, 3
     assert found["reuse_distance"]["p99"] == 3
     assert top_share(trace, 0.25) == pytest.approx(6 / 7)  # the busiest 3 of 12: 1 thrice, 0 twice, one more
+
+
+def test_a_prediction_is_compared_with_as_many_of_the_routers_choices():
+    spec = replace(TINY, sequences=1, prefill=0, decode=3, layers=2, top_k=2)
+    experts = np.array([[[0, 1], [2, 3]], [[1, 2], [4, 5]], [[5, 0], [0, 1]]], np.int16)
+    said = np.array([[[-1], [-1]], [[2], [4]], [[5], [7]]], np.int16)
+    trace = replace(uniform(spec), experts=experts, weights=None, channels={"predicted.x": said})
+    found = statistics(trace)["predicted.x"]
+    assert found == {"rows": pytest.approx(4 / 6), "overlap": pytest.approx(2 / 4)}  # 2 is second there, 7 is absent
+    silent = replace(trace, channels={"predicted.x": np.full_like(said, -1)})
+    assert statistics(silent)["predicted.x"] == {"rows": 0, "overlap": None}

@@ -1,6 +1,7 @@
 """``moebench trace record``: run prompts through a model that computes and keep what its router chose.
 
-The model's own routing runs, from a pack read expert by expert: no cache, no clock, no system.
+Experts are read from a pack one by one: no cache, no clock. The model's own routing runs, or that of a system which
+replaces it; then the trace holds both, what the router said at that point and what was executed ahead of it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from typing import Any, Literal
 import numpy as np
 
 from moebench.config import option
-from moebench.step import Routing, Step
+from moebench.engine.hooks import Hooks
+from moebench.engine.movement import PluginError
+from moebench.engine.record import StepRecord
+from moebench.errors import UsageError
+from moebench.geometry import Geometry
+from moebench.step import ABSENT, Routing, Step
+from moebench.systemspec import RunContext, SystemSpec, Target
 from moebench.trace.format import Trace
 from moebench.trace.record import Recorder
 
@@ -31,34 +38,102 @@ class RecordOptions:
     new_tokens: int = option(64, "tokens each request emits")
     seed: int = option(0, "which prompts of the file are taken")
     quant: Literal["int4", "int8", "none"] = option("int4", "stored precision of expert weights")
+    system: str = option("", "system whose routing is executed, its options as system.NAME=VALUE; empty for none")
+
+
+@dataclass(frozen=True)
+class RecordingView:
+    """What a system sees while it is recorded: a machine that holds every expert, on which no time passes."""
+
+    geometry: Geometry
+    now: float = 0.0
+
+    def resident(self, keys: np.ndarray) -> np.ndarray:
+        """bool per key: all of them."""
+        return np.ones(len(keys), bool)
+
+    def in_flight(self, keys: np.ndarray) -> np.ndarray:
+        """bool per key: none."""
+        return np.zeros(len(keys), bool)
+
+    def account(self, nbytes: int = 0, syncs: int = 0) -> None:
+        """Work of the system's own costs nothing here."""
+
+
+@dataclass(frozen=True)
+class RecordedSystem:
+    """A system's hooks, its name and the model as it runs it: ``top_k`` may be the system's own."""
+
+    name: str
+    hooks: Any
+    geometry: Geometry
 
 
 class RecordingExperts:
-    """Stands where the loop's experts stand: serves every demand from the pack and notes the native routing."""
+    """Stands where the loop's experts stand: serves every demand from the pack and notes the native routing.
 
-    def __init__(self, pack: Any, buffer: np.ndarray) -> None:
+    With a ``system``, its hooks are called in the loop's order and its routing is executed; nothing is read ahead.
+    """
+
+    def __init__(self, pack: Any, buffer: np.ndarray, system: RecordedSystem | None = None) -> None:
         self.pack, self.buffer, self.recorder, self.request = pack, buffer, Recorder(), 0
+        self.system = system
+        self.hooks: Any = system.hooks if system else Hooks([])
+        self.view = RecordingView(system.geometry) if system else None
         self.step: Step | None = None
-        self.routings: list[Routing] = []
+        self.native: list[Routing] = []
+        self.executed: list[Routing] = []
 
     def begin_request(self, sequences: np.ndarray) -> None:
         """Requests are numbered by the caller."""
+        self.hooks.begin_request(sequences, self.view)
 
     def begin(self, step: Step) -> None:
-        """A pass starts; its rows belong to the current request."""
-        self.step = dataclasses.replace(step, sequence=step.sequence + self.request)
-        self.routings = []
+        """A pass starts."""
+        self.step, self.native, self.executed = step, [], []
+        self.hooks.begin_step(step, self.view)
+        self._prefetch("begin")
 
     def serve(self, layer: int, hidden: Any, native: Routing) -> tuple[Routing, Iterator[tuple[int, np.ndarray]]]:
-        """The native routing, and each of its experts read from the pack."""
+        """The routing to execute, and each of its experts read from the pack."""
         assert self.step is not None  # begin comes before serve
-        self.routings.append(native)
-        return native, self._read(layer, native.demand(self.step.valid))
+        routing = native
+        if self.hooks.route is not None:
+            routing = self.hooks.route(self.step, layer, hidden, native, self.view) or native
+        self.native.append(native)
+        self.executed.append(routing)
+        demand = routing.demand(self.step.valid)
+        keys = [layer * self.pack.experts + expert for expert in demand]
+        self.hooks.acquired(self.step, layer, keys, [True] * len(keys), self.view)
+        self._prefetch(layer)
+        return routing, self._read(layer, demand)
 
     def end(self) -> None:
-        """The pass is over: keep its routings."""
-        assert self.step is not None
-        self.recorder.add_step(self.step, self.routings)
+        """The pass is over: keep its routings, its rows under the number of the current request."""
+        step, hooks = self.step, self.hooks
+        assert step is not None
+        self._prefetch("end")
+        if hooks.stage is not None:
+            hooks.stage(step, self.view)
+        hooks.end_step(step, StepRecord(step, 0.0), self.view)
+        numbered = dataclasses.replace(step, sequence=step.sequence + self.request)
+        channels = {f"predicted.{self.system.name}": self._ahead(self.system)} if self.system else None
+        self.recorder.add_step(numbered, self.native, channels)
+
+    def _ahead(self, system: RecordedSystem) -> np.ndarray:
+        """What the pass executed where it was decided ahead, int16 [N, L, top_k], else -1."""
+        shape = (len(self.native[0].experts), system.geometry.top_k)
+        out = np.full((shape[0], len(self.executed), shape[1]), ABSENT, np.int16)
+        for layer, routing in enumerate(self.executed):
+            if routing.ahead:
+                if routing.experts.shape != shape:
+                    raise PluginError(f"system {system.name} routed {routing.experts.shape} ahead, expected {shape}")
+                out[:, layer] = routing.experts
+        return out
+
+    def _prefetch(self, point: int | str) -> None:
+        if self.hooks.prefetch is not None:
+            self.hooks.prefetch(self.step, point, self.view)
 
     def _read(self, layer: int, experts: list[int]) -> Iterator[tuple[int, np.ndarray]]:
         for expert in experts:
@@ -66,8 +141,8 @@ class RecordingExperts:
             yield expert, self.buffer
 
 
-def record(options: RecordOptions, tick: Callable[[], None]) -> Trace:
-    """Decode greedily, one request after another, and return the trace."""
+def record(options: RecordOptions, spec: SystemSpec | None, knobs: Any, tick: Callable[[], None]) -> Trace:
+    """Decode greedily, one request after another, and return the trace; ``spec`` with its ``knobs`` is the system."""
     from moebench.backends.torch_model import TorchBackend
     from moebench.engine.loop import Loop
     from moebench.harness.assets import load_live, read_prompts
@@ -80,11 +155,28 @@ def record(options: RecordOptions, tick: Callable[[], None]) -> Trace:
     prompts = read_prompts(Path(options.prompts) if options.prompts else shipped, options.requests, options.seed)
     live = load_live(folder, name, options.quant, "packed")
     backend = TorchBackend(live.pack, live.pack.dense_path, live.config)
-    experts = RecordingExperts(live.pack, aligned_buffer(live.pack.slot_bytes))
+    system = None if spec is None else _prepared(spec, knobs, name, live, backend, options.seed)
+    experts = RecordingExperts(live.pack, aligned_buffer(live.pack.slot_bytes), system)
     loop = Loop(backend, experts)  # type: ignore[arg-type]
     for experts.request, prompt in enumerate(prompts):
         loop.generate([live.tokenizer(prompt)["input_ids"]], options.new_tokens, stop=live.tokenizer.eos_token_id)
         tick()
     source = f"moebench trace record, {options.requests} prompts of {options.prompts or 'the shipped set'}"
     shape = {"model": name, "experts": live.pack.experts, "source": source, "seed": options.seed}
+    if spec is not None:
+        shape["system"] = {"id": spec.id, **dataclasses.asdict(knobs)}
     return experts.recorder.trace(shape)
+
+
+def _prepared(spec: SystemSpec, knobs: Any, name: str, live: Any, backend: Any, seed: int) -> RecordedSystem:
+    """The system as a session would build it, with room for every expert."""
+    target = Target(name, live.geometry, live.pack.manifest.model["weights_hash"], live.config)
+    equipment = spec.equip(knobs, target)
+    backend.adapt(equipment.adapters)
+    geometry = dataclasses.replace(live.geometry, top_k=equipment.top_k or live.geometry.top_k)
+    run = RunContext(geometry, geometry.keys, "shared", seed, ops=backend.ops, equipment=equipment)
+    hooks: Any = Hooks([spec.make(knobs, run)])
+    if hooks.route is None:
+        raise UsageError(f"system={spec.id} executes the model's own routing; leave it out to record that")
+    hooks.prepare(run)
+    return RecordedSystem(spec.id, hooks, geometry)

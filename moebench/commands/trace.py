@@ -137,9 +137,14 @@ def _synth(words: Sequence[str]) -> int:
 def _record(words: Sequence[str]) -> int:
     from moebench.commands.record import RecordOptions, record
 
-    options = parse(words, RecordOptions, "trace record")
+    of_system = [word for word in words if word.startswith("system.")]
+    options = parse([word for word in words if word not in of_system], RecordOptions, "trace record")
     if options is None:
         return 0
+    if of_system and not options.system:
+        raise UsageError(f"trace record: {of_system[0]} needs system=NAME")
+    spec = load_plugins().system(options.system) if options.system else None
+    knobs = parse([w.removeprefix("system.") for w in of_system], spec.config, f"system {spec.id}") if spec else None
     if options.requests < 1 or options.new_tokens < 2:
         raise UsageError("trace record: requests must be at least 1 and new_tokens at least 2")
     if options.model != "tinymoe" and not (Path(options.model) / "config.json").is_file():
@@ -147,7 +152,7 @@ def _record(words: Sequence[str]) -> int:
     writable_file(options.out)
     with progress_bar() as bar:
         task = bar.add_task("requests", total=options.requests)
-        trace = record(options, lambda: bar.advance(task))
+        trace = record(options, spec, knobs, lambda: bar.advance(task))
     return _save(trace, options.out)
 
 

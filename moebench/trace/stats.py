@@ -29,6 +29,11 @@ def statistics(trace: Trace) -> dict[str, Any]:
         "unique_experts": {str(window): unique_experts(trace, window) for window in (1, 8, 32, 128)},
         "reuse_distance": reuse_distance(trace),
         "next_layer": next_layer(trace),
+        **{
+            name: prediction(trace, channel)
+            for name, channel in trace.channels.items()
+            if name.startswith("predicted.")
+        },
     }
 
 
@@ -50,6 +55,25 @@ def overlap(trace: Trace, lag: int) -> float | None:
     """Mean of ``overlap_by_layer`` over layers."""
     known = [value for value in overlap_by_layer(trace, lag) if value is not None]
     return sum(known) / len(known) if known else None
+
+
+def prediction(trace: Trace, channel: np.ndarray) -> dict[str, float | None]:
+    """Of predicted experts [T, L, k]: share of (token, layer) pairs that have any, and how often the router agrees."""
+    return {
+        "rows": float((channel != ABSENT).any(axis=2).mean()) if trace.tokens else None,
+        "overlap": agreement(trace.experts, channel),
+    }
+
+
+def agreement(experts: np.ndarray, said: np.ndarray) -> float | None:
+    """Share of the experts ``said`` [T, L, k] that stand among the first k of ``experts`` [T, L, ...] there."""
+    right = count = 0
+    for start in range(0, len(said), CHUNK):
+        some, own = said[start : start + CHUNK], experts[start : start + CHUNK, :, : said.shape[2]]
+        present = some != ABSENT
+        right += int(((some[..., :, None] == own[..., None, :]).any(axis=-1) & present).sum())
+        count += int(present.sum())
+    return right / count if count else None
 
 
 def top_share(trace: Trace, share: float = 0.25, within_sequence: bool = False) -> float | None:
