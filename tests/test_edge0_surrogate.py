@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moebench.systems.edge0.surrogate import overlap_of, predicted
 
 from moebench.errors import UsageError
 from moebench.step import ABSENT, DECODE
+from moebench.systems.edge0.surrogate import overlap_of, predicted
 from moebench.trace.format import Trace
 from moebench.trace.importers import import_npz
 from moebench.trace.stats import overlap as neighbours

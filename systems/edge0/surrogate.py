@@ -20,7 +20,6 @@ from moebench.trace.draws import Draws
 from moebench.trace.format import Trace
 from moebench.trace.stats import agreement
 
-OVERLAP = 0.6
 TRIES = 8
 UNIT = 1 << 16  # resolution of ``overlap``
 OPEN = -2  # a place that is still to be filled
