@@ -53,6 +53,11 @@ def end_step(step, record, view):
     """A forward pass ended; ``record`` is its ``StepRecord`` (observers: metrics, tracing, progress)."""
 
 
+@hookspec
+def report():
+    """A run ended: return what the system counted, name -> number, for the result file."""
+
+
 # --- routing, prefetch: first result -------------------------------------------------------------------------------
 
 
@@ -64,6 +69,11 @@ def route(step, layer, hidden, native, view):
 @hookspec(firstresult=True)
 def prefetch(step, point, view):
     """Return expert keys to read ahead at ``point`` ("begin", a layer index, or "end"), most urgent first, or None."""
+
+
+@hookspec(firstresult=True)
+def stage(step, view):
+    """After a step, return expert keys to load one after another before anything else runs, or None."""
 
 
 # --- cache ---------------------------------------------------------------------------------------------------------

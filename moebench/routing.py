@@ -131,6 +131,14 @@ class RoutingLaw:
         return softmax_topk(logits, k, self.renormalise)
 
 
+    def narrow(self, weights: np.ndarray, k: int) -> np.ndarray:
+        """Weights fp32 [N, n] of a router's choice, best first, cut to its best ``k``: what the law makes sum to a
+        constant still sums to it.
+        """
+        kept = weights[:, :k]
+        return kept * (weights.sum(-1, keepdims=True) / kept.sum(-1, keepdims=True)) if self.renormalise else kept
+
+
 def _softmax_of_config(config: Mapping[str, Any]) -> RoutingLaw:
     return RoutingLaw("softmax_topk", renormalise=bool(config.get("norm_topk_prob", False)))
 

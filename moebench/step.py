@@ -43,11 +43,13 @@ class Routing:
     """Experts chosen for each row of one layer, in router order.
 
     ``experts`` is int [N, k] with -1 for absent; ``weights`` has the same shape and is a numpy array, or the backend's
-    own tensor on a live run (the core passes it on untouched).
+    own tensor on a live run (the core passes it on untouched). ``ahead``: decided before the layer's input was known,
+    so that no router's choice has to be read back from the device.
     """
 
     experts: np.ndarray
     weights: Any
+    ahead: bool = False
 
     def demand(self, valid: np.ndarray) -> list[int]:
         """Distinct experts that the valid rows need, ascending."""

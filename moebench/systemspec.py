@@ -16,7 +16,6 @@ from moebench.geometry import Geometry
 
 if TYPE_CHECKING:
     from moebench.backends.base import Adapters, Ops
-    from moebench.routing import RoutingLaw
     from moebench.trace.format import Trace
 
 FIDELITIES = ("exact", "advisory", "altered")
@@ -59,8 +58,8 @@ class RunContext:
 
     ``slots`` counts the experts that the fastest tier holds, ``scope`` is ``shared`` or ``per_layer``, ``batch`` the
     sequences that run together. ``future`` is given to oracles only: the demands to come, as (layer, keys) in the order
-    of the loop. ``ops`` and ``law`` are the backend's arithmetic and the model's routing law where one computes;
-    ``equipment`` is what the system's own ``equip`` returned.
+    of the loop. ``ops`` is the backend's arithmetic where a model computes; ``equipment`` is what the system's own
+    ``equip`` returned.
     """
 
     geometry: Geometry
@@ -70,7 +69,6 @@ class RunContext:
     future: Sequence[tuple[int, Sequence[int]]] | None = None
     batch: int = 1
     ops: Ops | None = None
-    law: RoutingLaw | None = None
     equipment: Equipment = field(default_factory=Equipment)
 
 

@@ -55,10 +55,11 @@ class Experts(Movement):
         return tokens * geometry.kv_bytes_per_token + 2 * sequences * geometry.fixed_state_bytes
 
     def end(self) -> StepRecord:
-        """Finish the pass: the model's head, prefetch point "end", observers."""
+        """Finish the pass: the model's head, prefetch point "end", staging, observers."""
         step, record = self.step, self.record
         self.timeline.compute_dense(0, step.rows, self._state_bytes, final=True)
         self._prefetch("end")
+        self._stage()
         record.ended_s = self._since = self.timeline.now()
         self.hooks.end_step(step, record, self.view)
         return record
@@ -73,7 +74,7 @@ class Experts(Movement):
         routing = native
         if hooks.route is not None:
             routing = hooks.route(step, layer, hidden, native, self.view) or native
-        if routing is native:
+        if not routing.ahead:
             self.timeline.host_sync()
         self._observe_window(layer)
         demand = routing.demand(step.valid)
@@ -182,7 +183,10 @@ class Experts(Movement):
                 if sorted(planned) != sorted(missing):
                     raise PluginError(f"plan_reads returned {planned} for {missing}; it may only reorder")
                 missing = planned
-            self._make_room(layer, len(missing), wait=True)
+            if self._make_room(layer, len(missing), wait=True) < len(missing):
+                raise PluginError(
+                    f"evict held back too much: layer {layer} demands {len(missing)} experts that find no slot"
+                )
             self._fetch(missing, DEMAND)
             self.record.demand_reads += len(missing)
         return joined + missing

@@ -9,7 +9,7 @@ import pluggy
 
 from moebench import hookspecs
 
-FIRST_RESULT = ("route", "prefetch", "admit", "evict", "demote", "plan_reads", "order_compute")
+FIRST_RESULT = ("route", "prefetch", "stage", "admit", "evict", "demote", "plan_reads", "order_compute")
 BROADCAST = ("prepare", "begin_request", "begin_step", "end_step", "acquired")
 
 
@@ -21,6 +21,7 @@ class Hooks:
 
     route: Callable[..., Any] | None
     prefetch: Callable[..., Any] | None
+    stage: Callable[..., Any] | None
     admit: Callable[..., Any] | None
     evict: Callable[..., Any] | None
     demote: Callable[..., Any] | None
@@ -37,6 +38,10 @@ class Hooks:
             setattr(self, name, self._decision(name))
         for name in BROADCAST:
             setattr(self, name, self._broadcast(name))
+
+    def report(self) -> dict[str, float]:
+        """What the plugins counted, joined."""
+        return {name: value for counted in reversed(self.manager.hook.report()) for name, value in counted.items()}
 
     def _bound(self, name: str) -> list[Callable[..., Any]] | None:
         """Implementations in call order, adapted to the full argument list; None if a wrapper needs pluggy itself."""

@@ -76,9 +76,9 @@ class Movement:
         device = self.device
         while (short := need - device.free_slots(layer)) > 0:
             candidates = device.evictable(layer)
-            if len(candidates):
-                self._evict(device, layer, min(short, len(candidates)), candidates)
-            elif wait and (other := self._flying_elsewhere(layer)) is not None:
+            if len(candidates) and self._evict(device, layer, min(short, len(candidates)), candidates):
+                continue
+            if wait and (other := self._flying_elsewhere(layer)) is not None:
                 self._await(other)
             else:
                 break
@@ -92,19 +92,19 @@ class Movement:
                 return key
         return None
 
-    def _evict(self, tier: Tier, layer: int, need: int, candidates: np.ndarray) -> None:
+    def _evict(self, tier: Tier, layer: int, need: int, candidates: np.ndarray) -> int:
+        """Free up to ``need`` slots and return how many: a system may hold back what it needs soon."""
         if self.hooks.evict is None:
             victims = candidates[:need].tolist()
         else:
             victims = np.asarray(self.hooks.evict(tier.name, need, candidates, self.view), np.int64).tolist()
-            if len(set(victims)) < need or not tier.may_leave(victims, layer):
-                raise PluginError(
-                    f"evict returned {victims[:8]}; it must return {need} distinct ones of its candidates"
-                )
+            if len(set(victims)) < len(victims) or not tier.may_leave(victims, layer):
+                raise PluginError(f"evict returned {victims[:8]}; it may only return distinct ones of its candidates")
         self.record.evictions += len(victims)
         if tier is self.device and self.keep_evicted and not self._reading_ahead:
             self._demote(victims)
         tier.drop(victims)
+        return len(victims)
 
     def _demote(self, victims: list[int]) -> None:
         """Copy what leaves the device down to the host, unless the host still has it or the system drops it."""
@@ -130,7 +130,8 @@ class Movement:
             if len(doubled):  # the device holds it too: nothing is lost
                 self.host.drop(doubled[:1].tolist())
             elif len(candidates):
-                self._evict(self.host, layer, 1, candidates)
+                if not self._evict(self.host, layer, 1, candidates):
+                    raise PluginError("evict named no expert to leave the host tier; it may hold back device ones only")
             elif self._reading_ahead:
                 return False
             elif self.loading:
@@ -217,6 +218,20 @@ class Movement:
             chosen = [k for k in keys if self._ahead_through_host(k)]
         self.record.prefetch_reads += len(chosen)
         self._reading_ahead = False
+
+    def _stage(self) -> None:
+        """Load what the system wants staged, one expert after another, the loop waiting for each."""
+        if self.hooks.stage is None or (wanted := self.hooks.stage(self.step, self.view)) is None:
+            return
+        for key in np.asarray(wanted, np.int64).tolist():
+            if key not in self.device:
+                if not self._make_room(key // self.geometry.experts, 1, wait=True):
+                    raise PluginError(f"stage wants expert {key}, and no slot may be reused for it; raise budget=")
+                self._fetch([key], DEMAND)
+                self.record.prefetch_reads += 1
+            if key in self.in_flight:
+                self._promote(key)
+                self._await(key)
 
     def _ahead_through_host(self, key: int) -> bool:
         """Start one prefetch by way of a host slot, if both tiers have room."""

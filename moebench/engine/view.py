@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 
 class View:
-    """What a plugin may know of a run: residency, transfers, costs and time; never the future, never a mutable
-    array.
+    """What a plugin may know of a run: residency, transfers, costs and time; never the future, never a mutable array.
+
+    The one thing a plugin says through it is ``account``.
     """
 
     def __init__(self, experts: Movement) -> None:
@@ -42,6 +43,12 @@ class View:
     def slots(self, tier: str) -> int:
         """Capacity of a tier in experts."""
         return self._experts.tier(tier).slots
+
+    def account(self, nbytes: int = 0, syncs: int = 0) -> None:
+        """Tell of work the system did itself: bytes it streamed from the fastest memory, and how often the host waited
+        for a result. A modeled clock advances by it; a real one has already.
+        """
+        self._experts.timeline.system_work(nbytes, syncs)
 
     def resident(self, keys, tier: str | None = None) -> np.ndarray:
         """Per key (bool): complete in ``tier`` (the fastest when None)."""

@@ -25,7 +25,7 @@ from moebench.plugins import Registry
 from moebench.result import Metric, Row, metric
 from moebench.step import PREFILL
 from moebench.store.engines import StoreError
-from moebench.systemspec import SystemSpec
+from moebench.systemspec import Equipment, Published, SystemSpec, Target
 from moebench.trace.format import Trace
 
 Progress = Callable[[str], None]
@@ -88,6 +88,7 @@ def _replay(cell: Cell, registry: Registry, progress: Progress) -> Row:
     prompts = np.unique(trace.sequence[trace.phase == PREFILL], return_counts=True)[1]
     longest = 0 if pack else int(prompts.max(initial=1))
     future = demands(trace, config) if cell.spec.oracle else None
+    equipment = cell.spec.equip(config.knobs, Target(geometry.name, geometry, trace=trace))
     repeats = config.repeats if cell.clock == "wall" else 1
     runs = []
     for _ in range(repeats):
@@ -95,7 +96,7 @@ def _replay(cell: Cell, registry: Registry, progress: Progress) -> Row:
         session = open_session(
             cell, geometry, registry, pack=pack, dense_bytes=0 if pack else geometry.dense_bytes, future=future,
             kv_bytes=(lambda: 0) if pack else None, warmup_tokens=config.warmup_tokens, batch=config.workload.batch,
-            context=0 if pack else context, longest_prompt=longest,
+            context=0 if pack else context, longest_prompt=longest, equipment=equipment,
         )  # fmt: skip
         try:
             progress(f"{cell.spec.id} on {cell.profile.id}: {len(trace.sequence)} tokens of {geometry.name}")
@@ -118,6 +119,7 @@ def _replay(cell: Cell, registry: Registry, progress: Progress) -> Row:
     assumptions = []
     if "generator" in trace.metadata:
         assumptions.append(f"assumed: routing from a synthetic trace ({trace.metadata['source']})")
+    assumptions += equipment.assumptions
     if trace.top_k != geometry.top_k:
         assumptions.append(f"assumed: routing of {trace.top_k} experts a token for a model of {geometry.top_k}")
     if cell.clock == "wall":
@@ -173,6 +175,7 @@ def _live(cell: Cell, registry: Registry, progress: Progress) -> Row:
     if not all(ids):
         raise UsageError(f"a prompt of {config.workload.path} is empty: it has no tokens")
     batches = [ids[i : i + config.workload.batch] for i in range(0, len(ids), config.workload.batch)]
+    equipment = _equip(cell, model, backend)
     stop = model.tokenizer.eos_token_id
     context = max(map(len, ids)) + config.workload.new_tokens
 
@@ -186,14 +189,22 @@ def _live(cell: Cell, registry: Registry, progress: Progress) -> Row:
     for _ in range(config.repeats if cell.clock == "wall" else 1):
         cache_state = environment.page_cache_state(cell, model.pack)
         progress(f"{cell.spec.id} on {cell.profile.id}: {len(prompts)} prompts through {cell.model}")
-        with _sessions(cell, registry, model, backend, context, config.warmup_tokens) as fresh:
+        with _sessions(cell, registry, model, backend, equipment, context, config.warmup_tokens) as fresh:
             decode(session := fresh(decode))
         runs.append(session)
     metrics = figures.speed(cell, runs)
     metrics |= figures.memory(cell, runs, process=cell.clock == "wall")
-    metrics |= _quality(cell, registry, model, backend, progress)
+    metrics |= _quality(cell, registry, model, backend, equipment, progress)
     workload = {"kind": "prompts", "seed": config.workload.seed, "hash": text_hash(prompts), "generator": None}
-    return _row(cell, runs, workload, metrics, cache_state, [])
+    return _row(cell, runs, workload, metrics, cache_state, list(equipment.assumptions))
+
+
+def _equip(cell: Cell, model: LiveModel, backend: Any) -> Equipment:
+    """What the system brings for this model; its adapters are served from here on."""
+    target = Target(cell.model, model.geometry, model.pack.manifest.model["weights_hash"], model.config)
+    equipment = cell.spec.equip(cell.config.knobs, target)
+    backend.adapt(equipment.adapters)
+    return equipment
 
 
 def _prompts(cell: Cell) -> list[str]:
@@ -209,9 +220,10 @@ class _sessions:
     """Opens sessions on one live model and closes them all; an oracle gets a first pass that writes its future down."""
 
     def __init__(
-        self, cell: Cell, registry: Registry, model: LiveModel, backend: Any, context: int, warmup: int
-    ) -> None:
-        self.cell, self.registry, self.model, self.backend = cell, registry, model, backend
+        self, cell: Cell, registry: Registry, model: LiveModel, backend: Any, equipment: Equipment, context: int,
+        warmup: int,
+    ) -> None:  # fmt: skip
+        self.cell, self.registry, self.model, self.backend, self.equipment = cell, registry, model, backend, equipment
         self.context, self.warmup, self.opened = context, warmup, []
 
     def __enter__(self):
@@ -237,13 +249,16 @@ class _sessions:
             cell, self.model.geometry, self.registry, pack=self.model.pack, dense_bytes=self.backend.dense_bytes,
             dense_bits=16.0, kv_bytes=self.backend.kv_bytes, future=future, observers=observers,
             warmup_tokens=self.warmup, batch=self.cell.config.workload.batch, context=self.context,
-            longest_prompt=self.context - self.cell.config.workload.new_tokens,
+            longest_prompt=self.context - self.cell.config.workload.new_tokens, equipment=self.equipment,
+            ops=self.backend.ops,
         )  # fmt: skip
         self.opened.append(session)
         return session
 
 
-def _quality(cell: Cell, registry: Registry, model: LiveModel, backend: Any, progress: Progress) -> dict[str, Metric]:
+def _quality(
+    cell: Cell, registry: Registry, model: LiveModel, backend: Any, equipment: Equipment, progress: Progress
+) -> dict[str, Metric]:
     """Accuracy against the unmodified model on the same items, and agreement with its tokens."""
     from moebench.backends.torch_model import NativeTorchBackend
     from moebench.quality import local
@@ -268,7 +283,7 @@ def _quality(cell: Cell, registry: Registry, model: LiveModel, backend: Any, pro
 
     for text, work in (("accuracy", answer), ("token agreement", agree)):
         progress(f"quality={suite}: {text} under {cell.spec.id}")
-        with _sessions(cell, registry, model, backend, 512, 0) as fresh:
+        with _sessions(cell, registry, model, backend, equipment, 512, 0) as fresh:
             work(fresh(work))
     delta = paired_delta([a.right for a in answers], [a.right for a in native], [a.task for a in native])
     agreement, tokens = share[0]
@@ -306,6 +321,7 @@ def _row(
             "repeats": len(runs),
             "page_cache": cache_state,
             "slots": {t.name: t.slots for t in runs[0].experts.tiers},
+            "counters": runs[-1].hooks.report(),
         },
         metrics=metrics,
         assumptions=(*assumptions, *environment.transferred(cell)),
@@ -318,6 +334,26 @@ def _workload_name(cell: Cell) -> str:
     if cell.live:
         return "prompts"
     return Path(workload.path).stem if workload.kind == "trace" and workload.name in NAMELESS else workload.name
+
+
+def published_row(cell: Cell, found: Published) -> Row:
+    """Figures that others published for this system, machine and model: nothing here was run."""
+    metrics = {name: metric(name, None, None, 0, "the publication does not report it") for name in figures.TABLE}
+    for name, (value, source) in found.metrics.items():
+        metrics[name] = metric(name, value, "published", source=source)
+    return Row(
+        system=cell.spec.id,
+        fidelity=cell.spec.fidelity(cell.config.knobs),
+        hw=found.hw,
+        model=found.model,
+        workload_name="published",
+        config={},
+        environment={},
+        workload={"kind": "published", "seed": 0, "hash": ""},
+        protocol={"setting": found.setting},
+        metrics=metrics,
+        assumptions=(f"published figures: {found.setting}",),
+    )
 
 
 def failed_row(cell: Cell, error: Exception) -> Row:

@@ -50,10 +50,11 @@ def build(
     use: StorageUse,
     dense_bits: float | None = None,
     stack_name: str = "",
+    adapter_bytes: int = 0,
 ) -> Costs:
     """Costs of one run.
 
-    Storage: an expert takes the sum over its pieces of piece / bandwidth(piece size, depth); an mmap engine faults one
+    ``adapter_bytes`` stream beside the dense weights. Storage: an expert takes the sum over its pieces of piece / bandwidth(piece size, depth); an mmap engine faults one
     readahead window at a time from one thread. Compute: a layer streams its dense weights once a pass and each active
     expert once, or is bound by arithmetic, and takes no less than the software stack's floor; each load costs the host
     its time.
@@ -88,7 +89,7 @@ def build(
         copy_s=copy_s,
         copy_back_s=0.0 if unified else geometry.expert_bytes / (profile.d2h_gb_s * GB),
         copy_latency_s=0.0 if unified else profile.link_latency_us * 1e-6,
-        dense_layer_s=layer_parameters * bits / 8 / device_bw,
+        dense_layer_s=(layer_parameters * bits / 8 + adapter_bytes / geometry.layers) / device_bw,
         dense_row_s=2 * layer_parameters / (profile.bf16_tflops * 1e12),
         head_s=head_parameters * bits / 8 / device_bw,
         state_byte_s=1.0 / geometry.layers / device_bw,
@@ -96,6 +97,7 @@ def build(
         expert_row_s=geometry.expert_flops_per_row() / flops,
         layer_floor_s=stack.layer_floor_us * 1e-6,
         host_sync_s=stack.host_sync_us * 1e-6,
+        byte_s=1.0 / device_bw,
     )
 
 

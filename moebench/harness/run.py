@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from moebench.config import RunConfig
 from moebench.errors import MoebenchError, UsageError
-from moebench.harness.cell import failed_row, run_cell
+from moebench.harness.cell import failed_row, published_row, run_cell
 from moebench.harness.isolate import isolated
 from moebench.harness.plan import Cell, plan
 from moebench.plugins import Registry, load_plugins
@@ -23,16 +23,22 @@ def run(config: RunConfig, strict: bool = True) -> list[Row]:
     registry = load_plugins()
     rows = []
     for number, cell in enumerate(plan(config, registry)):
-        if cell.clock == "virtual":
-            rows.append(_attempt(cell, registry, strict))
-            continue
-        try:
-            rows.append(isolated(_planned, config, number, strict))
-        except MoebenchError as error:
-            if strict and isinstance(error, UsageError):
-                raise
-            rows.append(failed_row(cell, error))
+        rows.append(_row(cell, config, number, registry, strict))
+        rows += [published_row(cell, found) for found in cell.spec.published if found.hw == config.hw
+                 and found.model == cell.model]  # fmt: skip
     return rows
+
+
+def _row(cell: Cell, config: RunConfig, number: int, registry: Registry, strict: bool) -> Row:
+    """A modeled cell runs here, a measured one in a process of its own."""
+    if cell.clock == "virtual":
+        return _attempt(cell, registry, strict)
+    try:
+        return isolated(_planned, config, number, strict)
+    except MoebenchError as error:
+        if strict and isinstance(error, UsageError):
+            raise
+        return failed_row(cell, error)
 
 
 def _planned(config: RunConfig, number: int, strict: bool) -> Row:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moebench.budget import parse_bytes
@@ -15,7 +15,7 @@ from moebench.harness.memory import StateWatch, make_tiers, size, staging_slots
 from moebench.harness.plan import Cell
 from moebench.metrics import Metrics
 from moebench.residency.ledger import Ledger
-from moebench.systemspec import RunContext
+from moebench.systemspec import Equipment, RunContext
 from moebench.timeline.base import Timeline
 from moebench.timeline.virtual import VirtualTimeline
 
@@ -30,6 +30,7 @@ class Session:
     timeline: Timeline
     metrics: Metrics
     ledger: Ledger
+    hooks: Hooks
 
     def close(self) -> None:
         """Stop the timeline and its engine."""
@@ -51,10 +52,15 @@ def open_session(
     batch: int = 1,
     context: int = 0,
     longest_prompt: int = 1,
+    equipment: Equipment | None = None,
+    ops: Any = None,
 ) -> Session:
     """Size, book and connect everything. ``pack`` is None on runs that move no bytes; ``context`` is the longest
     sequence and ``longest_prompt`` the longest prompt, both in tokens; 0 on runs in which nothing computes.
+    ``equipment`` is what the system brings, ``ops`` the arithmetic of a backend that computes.
     """
+    equipment = equipment or Equipment()
+    geometry = replace(geometry, top_k=equipment.top_k or geometry.top_k)
     config, spec, profile = cell.config, cell.spec, cell.profile
     real = pack is not None
     slot_bytes = pack.slot_bytes if real else geometry.slot_bytes
@@ -64,13 +70,15 @@ def open_session(
         ledger = Ledger(None if config.memory is None else parse_bytes(config.memory, "memory"))
         activations = _activation_bytes(geometry, min(config.chunk, longest_prompt), batch) if longest_prompt else 0
         state = batch * (context * geometry.kv_bytes_per_token + geometry.fixed_state_bytes)
-        fixed = dense_bytes + activations + state
+        fixed = dense_bytes + activations + state + sum(equipment.held_bytes.values())
         # On a CPU box there is one memory; only a modeled machine with its own device memory has two tiers.
         tiers_wanted = 1 if profile.unified or cell.clock == "wall" else 2
         sizes = size(geometry, slot_bytes, spec, config.budget, config.scope, profile, staging, fixed, tiers_wanted)
         ledger.book("dense", dense_bytes)
         ledger.book("activations", activations)
         ledger.book("staging", staging)
+        for category, nbytes in equipment.held_bytes.items():
+            ledger.book(category, nbytes)
         tiers = make_tiers(geometry, slot_bytes, sizes, config.scope, real, ledger)
         ledger.set("kv", state)  # what it will grow to must fit too
         ledger.set("kv", 0)
@@ -87,7 +95,9 @@ def open_session(
         else:
             cache = cost_model.page_cache_bytes(profile, ledger.total_bytes + state)
             use = cost_model.StorageUse(cost_model.pieces(geometry, config.layout, cell.engine), cell.engine, cache)
-            costs = cost_model.build(profile, geometry, use, dense_bits, "" if config.stack == "auto" else config.stack)
+            stack = "" if config.stack == "auto" else config.stack
+            beside = equipment.held_bytes.get("adapters", 0)
+            costs = cost_model.build(profile, geometry, use, dense_bits, stack, beside)
             if real:
                 from moebench.timeline.filled import FilledTimeline
 
@@ -98,17 +108,23 @@ def open_session(
         if engine is not None:
             engine.close()
         raise
-    run = RunContext(geometry, sizes.device, config.scope, config.seed, future if spec.oracle else None)
+    run = RunContext(
+        geometry, sizes.device, config.scope, config.seed, future if spec.oracle else None, batch, ops, equipment
+    )
     metrics = Metrics(warmup_tokens, lambda: timeline.storage_bytes)
     watch = StateWatch(ledger, geometry, kv_bytes)
-    hooks = Hooks([spec.make(config.knobs, run), metrics, watch, *observers])
-    experts = Experts(geometry, tiers, timeline, hooks, keep_evicted=sizes.host > staging_slots(geometry))
-    if isinstance(timeline, VirtualTimeline):
-        experts.read_estimate_s, experts.copy_estimate_s = timeline.costs.read_s[1], timeline.costs.copy_s
-    hooks.prepare(run)
-    if spec.sizing == "full":
-        experts.preload()
-    return Session(experts, timeline, metrics, ledger)
+    try:
+        hooks = Hooks([spec.make(config.knobs, run), metrics, watch, *observers])
+        experts = Experts(geometry, tiers, timeline, hooks, keep_evicted=sizes.host > staging_slots(geometry))
+        if isinstance(timeline, VirtualTimeline):
+            experts.read_estimate_s, experts.copy_estimate_s = timeline.costs.read_s[1], timeline.costs.copy_s
+        hooks.prepare(run)
+        if spec.sizing == "full":
+            experts.preload()
+    except BaseException:
+        timeline.close()
+        raise
+    return Session(experts, timeline, metrics, ledger, hooks)
 
 
 def _activation_bytes(geometry: Geometry, chunk: int, batch: int) -> int:

@@ -11,7 +11,7 @@ from collections import Counter
 from moebench.errors import UsageError
 from moebench.units import human_bytes
 
-CATEGORIES = ("dense", "kv", "expert slots", "host slots", "staging", "activations", "adapters", "draft")
+CATEGORIES = ("dense", "kv", "expert slots", "host slots", "staging", "activations", "adapters", "predictor", "draft")
 
 
 class BudgetError(UsageError):

@@ -77,5 +77,9 @@ class Timeline(ABC):
     def host_sync(self) -> None:
         """The host read back a routing decision from the device."""
 
+    @abstractmethod
+    def system_work(self, nbytes: int, syncs: int) -> None:
+        """A system streamed ``nbytes`` for work of its own, and the host waited ``syncs`` times for the result."""
+
     def close(self) -> None:  # noqa: B027 - nothing to release by default
         """Release threads and files."""

@@ -20,7 +20,7 @@ class Costs:
 
     ``dense_layer_s`` and ``head_s`` stream the dense weights of a layer and of the head; ``dense_row_s`` is the
     arithmetic of one row in one layer; ``state_byte_s`` one layer's share of a byte of cache and recurrent state;
-    ``layer_floor_s`` the least time a layer takes in the software stack.
+    ``byte_s`` streams one byte of a system's own work; ``layer_floor_s`` the least time a layer takes in the software stack.
     """
 
     read_bytes: int
@@ -41,6 +41,7 @@ class Costs:
     expert_row_s: float
     layer_floor_s: float
     host_sync_s: float
+    byte_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -195,3 +195,7 @@ class VirtualTimeline(Timeline):
     def host_sync(self) -> None:
         """Reading a routing decision back costs the stack's synchronisation time."""
         self._now += self.costs.host_sync_s
+
+    def system_work(self, nbytes: int, syncs: int) -> None:
+        """Bytes stream from the fastest memory; each result that is waited for costs a synchronisation."""
+        self._now += nbytes * self.costs.byte_s + syncs * self.costs.host_sync_s

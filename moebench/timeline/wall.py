@@ -82,6 +82,9 @@ class WallTimeline(Timeline):
     def compute_dense(self, layers: int, rows: int, state_bytes: int, final: bool) -> None:
         """Real compute takes its own time."""
 
+    def system_work(self, nbytes: int, syncs: int) -> None:
+        """Work takes its own time."""
+
     def host_sync(self) -> None:
         """Real synchronisation takes its own time."""
 

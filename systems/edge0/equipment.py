@@ -1,0 +1,160 @@
+"""What Edge0 brings to a run: trained files for a model that computes, a recorded or surrogate prediction for a replay.
+
+Also every figure taken from the paper: what it serves, and what it reports.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moebench.errors import UsageError
+from moebench.geometry import Geometry
+from moebench.routing import RoutingLaw, law_of_config
+from moebench.systems.edge0 import artefact as artefacts
+from moebench.systems.edge0.heads import Plan, consumers_from, head_parameters
+from moebench.systems.edge0.predictor import Heads, Predictor, Recorded
+from moebench.systems.edge0.surrogate import predicted
+from moebench.systemspec import Equipment, Published, Target
+
+if TYPE_CHECKING:
+    from moebench.systems.edge0 import Edge0Config
+
+PAPER = "arXiv 2609.18063"
+CHANNEL = "predicted.edge0"
+FP16 = 2
+FIRST_SHARE = 7 / 40  # of the layers keep their router before the first consumer: the 35B tier's share
+OVERLAP = 0.6  # predicted and router top-4 share 2.2 to 2.6 of 4 (the project's notes on the 35B tier)
+RANK = 16
+
+
+@dataclass(frozen=True)
+class Tier:
+    """How the paper serves one model; layers are MoE layers from 0. ``adapter_bytes`` of its LoRA file."""
+
+    top_k: int
+    consumers: tuple[int, ...]
+    first_token: str
+    adapter_bytes: int
+    source: str
+
+
+TIERS = {
+    "qwen3.6-35b-a3b": Tier(4, consumers_from(7, 40), "gate", 42_000_000, f"{PAPER}: K=4, heads 6 to 38, LoRA of 42 MB"),
+    # Its first layer is dense, so model layers 8..23 are MoE layers 7..22; the LoRA's size goes by its 153 of 310 modules.
+    "ling-3.0-tiny-8b": Tier(
+        8, consumers_from(7, 23, last=True), "heads", 20_700_000,
+        f"{PAPER}: K=8, heads 7 to 22; its LoRA is taken as 153/310 of the 35B tier's",
+    ),
+}  # fmt: skip
+
+FIGURES = f"{PAPER} and its README"
+PUBLISHED = (
+    Published(
+        "m4pro",
+        "qwen3.6-35b-a3b",
+        {
+            "decode_tok_s": (20.4, f"{FIGURES}, M4 Pro 24 GB, short context"),
+            "allocator_peak_gib": (2.9, f"{FIGURES}: the allocator's high-water mark, which it calls peak active memory"),
+            "quality_delta": (-3.9, f"{FIGURES}: mean difference to fp16 over AIME 2026, HumanEval, GPQA, MMLU-Pro, IFBench"),
+        },
+        "K=4 with prerouter and LoRA, page cache holding the model, 64 expert slots beside the staged ones",
+    ),
+    Published(
+        "m2_16gb",
+        "qwen3.6-35b-a3b",
+        {
+            "decode_tok_s": (6.4, f"{PAPER}, prerouter on, K=4, M2 16 GB, median of 3 rounds"),
+            "allocator_peak_gib": (2.60, f"{PAPER}, prerouter on, K=4: the allocator's high-water mark"),
+            "stall_ms_per_token": (101.9, f"{PAPER}, prerouter on, K=4: main thread blocked on loads"),
+            "ssd_mib_per_token": (58.9, f"{PAPER}, prerouter on, K=4: MiB read per step"),
+        },
+        "K=4, replayed tokens, checkpoint larger than memory; prerouter off: 3.5 tok/s, 244.0 ms blocked",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Content:
+    """What the plugin is built from. ``predictor`` makes one, given the backend's arithmetic."""
+
+    law: RoutingLaw | None
+    plan: Plan | None
+    head_bytes: int  # of one head as stored
+    predictor: Callable[[Any], Predictor] | None
+
+
+def equip(config: Edge0Config, target: Target) -> Equipment:
+    """Files or channel for this model and these options; raises one line that says what is missing."""
+    return _replayed(config, target) if target.trace is not None else _live(config, target)
+
+
+def served_top_k(config: Edge0Config, target: Target) -> int:
+    """Experts per token: asked for, else the paper's for this model, else half of the model's own."""
+    tier = TIERS.get(target.name)
+    k = config.k or (tier.top_k if tier else max(1, target.geometry.top_k // 2))
+    if k > target.geometry.top_k:
+        raise UsageError(f"system.k={k} exceeds the {target.geometry.top_k} experts that {target.name} routes to")
+    return k
+
+
+def _live(config: Edge0Config, target: Target) -> Equipment:
+    k, law = served_top_k(config, target), law_of_config(target.config)
+    if not (config.prerouter or config.lora):
+        return Equipment(top_k=k, content=Content(law, None, 0, None))
+    folder = Path(config.artefact) if config.artefact else artefacts.find(target, k)
+    found = artefacts.load(folder)
+    artefacts.check(found, target, k)
+    first_token = found.plan.first_token if config.first_token == "auto" else config.first_token
+    held = {}
+    if config.prerouter:
+        held["predictor"] = sum(part.nbytes for head in found.heads.values() for part in head.values())
+    if config.lora:
+        if found.adapters is None:
+            raise UsageError(f"{folder} has no adapters; set system.lora=false")
+        held["adapters"] = found.adapters.nbytes
+
+    def heads(ops: Any) -> Predictor:
+        return Heads(found.plan, found.heads, target.geometry.experts, law, ops, first_token)
+
+    one = held.get("predictor", 0) // len(found.heads)
+    content = Content(law, found.plan if config.prerouter else None, one, heads)
+    return Equipment(held, found.adapters if config.lora else None, k, (), content)
+
+
+def _replayed(config: Edge0Config, target: Target) -> Equipment:
+    geometry, trace = target.geometry, target.trace
+    channel = trace.channels.get(CHANNEL) if config.prerouter else None
+    k = channel.shape[2] if channel is not None and not config.k else served_top_k(config, target)
+    if k > trace.top_k:
+        raise UsageError(f"system.k={k} exceeds the {trace.top_k} experts that the trace holds for each token")
+    tier = TIERS.get(geometry.name) or _assumed_tier(geometry)
+    held, notes = {}, [f"assumed: {tier.source}"]
+    if config.lora:
+        held["adapters"] = tier.adapter_bytes
+    if not config.prerouter:
+        return Equipment(held, None, k, tuple(notes), Content(None, None, 0, None))
+    plan = Plan(geometry.layers, k, tier.consumers, tier.first_token)
+    if channel is not None:
+        if channel.shape[2] != k:
+            raise UsageError(f"the trace's {CHANNEL} holds {channel.shape[2]} experts for each token, not system.k={k}")
+        recorded = tuple(int(layer) for layer in range(1, geometry.layers) if (channel[:, layer] >= 0).any())
+        plan = replace(plan, consumers=recorded)
+    else:
+        channel = predicted(trace, k, plan.consumers, OVERLAP, seed=0)
+        notes.append(f"assumed: predicted routing from a surrogate that shares {OVERLAP:g} of the router's top {k} ({PAPER}: 2.2 to 2.6 of 4)")
+    first_token = plan.first_token if config.first_token == "auto" else config.first_token
+    one = FP16 * head_parameters(geometry.hidden, geometry.experts)
+    held["predictor"] = one * len(plan.owners)
+    return Equipment(held, None, k, tuple(notes), Content(None, plan, one, lambda ops: Recorded(trace, channel, first_token)))
+
+
+def _assumed_tier(geometry: Geometry) -> Tier:
+    """For a model the paper does not serve: its 35B tier's shares, and a LoRA on four square projections a layer."""
+    first = max(1, math.ceil(FIRST_SHARE * geometry.layers))
+    size = geometry.layers * 4 * RANK * 2 * geometry.hidden * FP16
+    text = f"edge0 serves {geometry.name} as the paper serves its 35B model: half of the experts, heads from layer {first - 1}"
+    return Tier(max(1, geometry.top_k // 2), consumers_from(first, geometry.layers), "gate", size, text)

@@ -1,0 +1,123 @@
+"""Slot sets: which experts are booked for which coming layer, so that a predicted expert is never dropped.
+
+A layer owns slots only if its routing is a prediction. Experts that stay in a layer's set keep their slot and are not
+read again; those that leave it become ordinary cached experts. Knows keys and counts; knows no bytes and no heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from moebench.errors import MoebenchError, UsageError
+from moebench.residency.policies import Lru
+
+
+class StagingError(MoebenchError):
+    """A routed expert that is not in its layer's slot set, or a booked one that would have to leave."""
+
+
+class Staging:
+    """The sets booked for this step and the next, over a cache that evicts the least recently used of the others.
+
+    ``capacity`` experts fit a layer's set; a larger set (of a batch) is not staged and its layer demands like any other.
+    ``ahead`` sets are booked beside those in use: 1 where slots are shared and a head runs before its layer's set of this
+    step was used, else 0.
+    """
+
+    def __init__(self, layers: int, experts: int, consumers: Sequence[int], capacity: int, policy: Lru) -> None:
+        self.experts, self.consumers, self.capacity, self.policy = experts, tuple(consumers), capacity, policy
+        self.booked = np.zeros(layers * experts, np.int16)  # in how many sets a key is
+        self.using: dict[int, np.ndarray] = {}  # by layer: the set of the step under way
+        self.coming: dict[int, np.ndarray] = {}  # by layer: the set of the next step
+        self._waiting: np.ndarray | None = None  # booked keys that may not be under way yet
+        self.sets_staged = self.sets_refused = self.newcomers = self.members = self.routed = self.found = 0
+        self._before: dict[int, np.ndarray] = {}
+
+    def reset(self) -> None:
+        """A new request: nothing is booked."""
+        self.booked[:] = 0
+        self.using, self.coming, self._before, self._waiting = {}, {}, {}, None
+
+    def book(self, layer: int, keys: np.ndarray) -> bool:
+        """Book ``keys`` (ascending, distinct) for ``layer`` at the next step; False if they are too many."""
+        if layer in self.coming:
+            raise StagingError(f"edge0: layer {layer} was booked twice for one step")
+        if len(keys) > self.capacity:
+            self.sets_refused += 1
+            return False
+        self.coming[layer] = keys
+        self.booked[keys] += 1
+        self.sets_staged += 1
+        self.members += len(keys)
+        self.newcomers += len(np.setdiff1d(keys, self._before.get(layer, keys[:0]), assume_unique=True))
+        self._waiting = keys if self._waiting is None else np.concatenate([self._waiting, keys])
+        return True
+
+    def advance(self) -> None:
+        """A step begins: what was booked for it is in use. Sets that no layer came to use are given up."""
+        for keys in self.using.values():
+            self.booked[keys] -= 1
+        self.using, self.coming = self.coming, {}
+
+    def use(self, layer: int, keys: np.ndarray) -> None:
+        """``layer`` demands ``keys``: all must be in its set, which then becomes ordinary cache."""
+        staged = self.using.pop(layer, None)
+        if staged is None:
+            return
+        missing = np.setdiff1d(keys, staged)
+        self.routed += len(keys)
+        self.found += len(keys) - len(missing)
+        if len(missing):
+            names = ", ".join(str(key - layer * self.experts) for key in missing[:4].tolist())
+            raise StagingError(f"edge0: layer {layer} routes to expert {names}, which is not staged: it would be dropped")
+        self.booked[staged] -= 1
+        self._before[layer] = staged
+
+    def victims(self, candidates: np.ndarray, need: int) -> np.ndarray:
+        """At most ``need`` least recently used candidates that no set holds."""
+        free = candidates[self.booked[candidates] == 0]
+        return self.policy.victims(free, min(need, len(free)))
+
+    def waiting(self, view: Any) -> np.ndarray | None:
+        """Booked keys that are neither resident nor on their way, in the order in which they were booked."""
+        keys = self._waiting
+        if keys is None:
+            return None
+        keys = keys[(self.booked[keys] > 0) & ~(view.resident(keys) | view.in_flight(keys))]
+        self._waiting = keys if len(keys) else None
+        return self._waiting
+
+    def check_integrity(self) -> None:
+        """Raise unless the bookings are those of the sets, and no set is larger than its capacity."""
+        count = np.zeros_like(self.booked)
+        for held in (self.using, self.coming):
+            for layer, keys in held.items():
+                if layer not in self.consumers or len(keys) > self.capacity or (keys // self.experts != layer).any():
+                    raise StagingError(f"edge0: the set of layer {layer} is not one it may own")
+                count[keys] += 1
+        if not np.array_equal(count, self.booked):
+            raise StagingError("edge0: bookings and sets disagree")
+
+
+def capacity(slots: int, scope: str, layers: int, consumers: int, demand: int, largest: int, least: int, ahead: int):
+    """Experts a layer's set may hold: at most ``largest`` (what a batch can choose), and what the slots allow.
+
+    ``demand`` slots stay free of bookings for layers that route by themselves. Raises ``UsageError`` if not even
+    ``least`` (one token's experts) fit.
+    """
+    if scope == "per_layer":
+        room = slots // layers - (demand if ahead else 0)
+        needed = layers * (least + (demand if ahead else 0))
+    else:
+        sets = consumers + ahead
+        room = (slots - demand) // sets
+        needed = demand + sets * least
+    if room < least:
+        raise UsageError(
+            f"edge0 books {least} experts for each of {consumers} layers{' and one set more' if ahead else ''}, and"
+            f" {demand} slots for demand: {needed} slots; the budget gives {slots}, raise budget="
+        )
+    return min(room, largest)
