@@ -58,6 +58,10 @@ class Ops(ABC):
         """A tensor as float32 numpy."""
 
     @abstractmethod
+    def rows(self, tensor: Any, index: np.ndarray) -> Any:
+        """Rows ``index`` (int64) of hidden states [N, H] -> [len(index), H], in the precision that it predicts in."""
+
+    @abstractmethod
     def concat(self, tensors: Sequence[Any]) -> Any:
         """Join tensors [..., a], [..., b] along the last axis."""
 

@@ -18,6 +18,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moebench.backends.torch_experts import DTYPES, BackendError, ExpertLayer, combine, expert_modules
+from moebench.backends.torch_lora import branch_of
 from moebench.backends.torch_source import attention_modules, head_shape
 from moebench.store.layout import TensorSpec
 
@@ -89,13 +90,17 @@ def _verdict(pairs: Pairs) -> dict[str, Any]:
 
 
 def _row_kernels(model: nn.Module, random: torch.Generator) -> Iterator[tuple[str, Kernel, int, torch.dtype]]:
-    """Every distinct dense layer, router, norm and expert kernel: (name, kernel, input width, dtype)."""
+    """Every distinct dense layer (alone or with an adapter), router, norm and expert kernel: (name, kernel, input
+    width, dtype).
+    """
     kernels: dict[str, tuple[str, Kernel, int, torch.dtype]] = {}
     dtype = model.get_input_embeddings().weight.dtype
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if weight is not None and not weight.is_meta and weight.dim() <= 2 and not isinstance(module, nn.Embedding):
             name = f"{type(module).__name__} {_shape(weight)} {str(weight.dtype)[6:]}"
+            if branch := branch_of(module):
+                name += f" with adapter of rank {len(branch.a)}"
             kernels.setdefault(name, (name, _first_output(module), weight.shape[-1], dtype))
     yield from kernels.values()
     layers = [m.moebench for m in expert_modules(model).values() if hasattr(m, "moebench")]

@@ -47,6 +47,21 @@ def expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameters[name] for name in EXPERT_TENSORS if name in parameters}
 
 
+def router_module(model: nn.Module, experts_name: str) -> nn.Module:
+    """The module beside the experts module of that name that scores its experts: its weight has one row for each."""
+    experts, block = model.get_submodule(experts_name), model.get_submodule(experts_name.rpartition(".")[0])
+    for module in block.modules():
+        weight = getattr(module, "weight", None)
+        if (
+            module is not experts
+            and weight is not None
+            and weight.dim() == 2
+            and weight.shape[0] == experts.num_experts
+        ):
+            return module
+    raise BackendError(f"{type(block).__name__} has no router whose weight has {experts.num_experts} rows")
+
+
 class Views:
     """Tensors over the bytes of expert buffers, made once per address.
 

@@ -17,9 +17,11 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from moebench.backends.base import Backend, ExpertServer
+from moebench.backends.base import Adapters, Backend, ExpertServer
 from moebench.backends.probe import plain_kernels, probe_kernels, require_row_invariance
-from moebench.backends.torch_experts import BackendError, expert_modules, install
+from moebench.backends.torch_experts import BackendError, expert_modules, install, router_module
+from moebench.backends.torch_lora import Installed
+from moebench.backends.torch_ops import TorchOps
 from moebench.backends.torch_source import empty_model, expert_names, float_type, load_model
 from moebench.step import Step
 from moebench.store.pack import file_hash
@@ -41,7 +43,7 @@ class TransformersBackend(Backend):
 
     def __init__(self, model: PreTrainedModel, threads: int, numerics: str) -> None:
         torch.set_num_threads(threads)
-        self.model, self.numerics = model, numerics
+        self.model, self.numerics, self._ops = model, numerics, TorchOps()
         self._cache_name = cache_argument(model)
         self.reset(1)
 
@@ -108,8 +110,13 @@ class TransformersBackend(Backend):
         return sum(t.nbytes for t in held)
 
     @property
+    def ops(self) -> TorchOps:
+        """Row-invariant float32 arithmetic."""
+        return self._ops
+
+    @property
     def dense_bytes(self) -> int:
-        """Bytes of all parameters and buffers that are held, tied ones once."""
+        """Bytes of all parameters and buffers that are held, tied ones once; adapters are none of them."""
         held = {t.data_ptr(): t.nbytes for t in (*self.model.parameters(), *self.model.buffers()) if not t.is_meta}
         return sum(held.values())
 
@@ -159,9 +166,26 @@ class TorchBackend(TransformersBackend):
             raise BackendError(f"{dense_path} is damaged (hash {found}): remove {folder} and pack again")
         load_dense(model, dense_path)
         self._live = install(model, pack.manifest.tensors, float_type(dtype))
+        self._adapters: Installed | None = None
         super().__init__(model, threads, numerics)
         if numerics == "row_invariant":
             require_row_invariance(self.probe_row_invariance())
+
+    def adapt(self, adapters: Adapters | None) -> None:
+        """Serve ``adapters`` in the model's dtype; row-invariant numerics probes every kernel again with them.
+
+        What does not fit leaves the adapters served before; what is not row-invariant leaves none.
+        """
+        installed = None if adapters is None else Installed(self.model, adapters)
+        if self._adapters is not None:
+            self._adapters.remove()
+        self._adapters = installed
+        if installed is not None and self.numerics == "row_invariant":
+            try:
+                require_row_invariance(self.probe_row_invariance())
+            except BackendError:
+                self.adapt(None)
+                raise
 
     def _begin(self, server: ExpertServer | None, padded: np.ndarray | None) -> None:
         self._live.server, self._live.padded = server, padded
@@ -172,6 +196,11 @@ class NativeTorchBackend(TransformersBackend):
 
     def __init__(self, folder: str | Path, attention: str = "eager", dtype: str = "bfloat16", threads: int = 1) -> None:
         super().__init__(load_model(folder, dtype, attention), threads, "fast")
+
+    def adapt(self, adapters: Adapters | None) -> None:
+        """Refuse adapters: this model stays as it is."""
+        if adapters is not None:
+            raise BackendError("the native backend serves the unmodified model, without adapters")
 
 
 def load_dense(model: PreTrainedModel, path: str | Path) -> None:
@@ -207,21 +236,6 @@ def _restore_buffers(model: PreTrainedModel) -> None:
             if (buffer := module._buffers[name]) is not None:
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
     model.initialize_weights()
-
-
-def router_module(model: nn.Module, experts_name: str) -> nn.Module:
-    """The module beside the experts module of that name that scores its experts: its weight has one row for each."""
-    experts, block = model.get_submodule(experts_name), model.get_submodule(experts_name.rpartition(".")[0])
-    for module in block.modules():
-        weight = getattr(module, "weight", None)
-        if (
-            module is not experts
-            and weight is not None
-            and weight.dim() == 2
-            and weight.shape[0] == experts.num_experts
-        ):
-            return module
-    raise BackendError(f"{type(block).__name__} has no router whose weight has {experts.num_experts} rows")
 
 
 def _check_layout(manifest: Any) -> None:

@@ -16,8 +16,9 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from moebench.backends.torch_experts import expert_modules, expert_parameters
-from moebench.backends.torch_model import cache_argument, router_module
+from moebench.backends.torch_experts import expert_modules, expert_parameters, router_module
+from moebench.backends.torch_lora import dense_projections
+from moebench.backends.torch_model import cache_argument
 from moebench.routing import RoutingLaw
 from moebench.store.layout import QuantSpec
 from moebench.store.quant import dequantize, quantize
@@ -81,17 +82,6 @@ class Adapter(nn.Module):
 
     def _beside(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
         return output + self.scale * F.linear(F.linear(inputs[0], self.a), self.b) if self.on else None
-
-
-def dense_projections(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """The linear layers a recovery adapter goes beside: those of the blocks, without experts, routers and the head."""
-    output = model.get_output_embeddings()
-    routed = tuple(expert_modules(model))
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not output and not name.startswith(routed)
-    }
 
 
 class Student(nn.Module):

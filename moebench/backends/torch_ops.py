@@ -1,0 +1,57 @@
+"""Arithmetic for systems that predict, on CPU tensors in float32, whatever the model computes in.
+
+A product of many rows is made of products of one row, since torch's fp32 kernels give other last bits for several rows
+at once. So many rows cost what they cost one by one. Knows tensors; knows no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from moebench.backends.base import Ops
+from moebench.backends.probe import plain_kernels
+
+
+class TorchOps(Ops):
+    """``Ops`` in float32: whatever comes in, in any float type, is made float32 first."""
+
+    @torch.inference_mode()
+    def tensor(self, array: np.ndarray) -> torch.Tensor:
+        """A float32 copy of ``array``."""
+        return torch.tensor(np.asarray(array, np.float32))
+
+    @torch.inference_mode()
+    def numpy(self, tensor: torch.Tensor) -> np.ndarray:
+        """A float32 copy of ``tensor``."""
+        return np.array(tensor.float())
+
+    @torch.inference_mode()
+    def rows(self, tensor: torch.Tensor, index: np.ndarray) -> torch.Tensor:
+        """[N, H] -> [len(index), H]; an index outside 0..N-1 is torch's ``IndexError``."""
+        return tensor.index_select(0, torch.tensor(index, dtype=torch.int64)).float()
+
+    @torch.inference_mode()
+    def concat(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """[..., a], [..., b], ... -> [..., a + b + ...]."""
+        return torch.cat([t.float() for t in tensors], dim=-1)
+
+    @torch.inference_mode()
+    def stack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """n of [...] -> [n, ...]."""
+        return torch.stack([t.float() for t in tensors])
+
+    @torch.inference_mode()
+    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """[n, rows, in], [n, out, in] -> [n, rows, out]."""
+        turned, rows = weight.float().transpose(1, 2), x.float().split(1, dim=1)
+        with plain_kernels(True):  # inside a pass and outside of it, a prediction has the same bits
+            return torch.cat([torch.bmm(row.contiguous(), turned) for row in rows], dim=1)
+
+    @torch.inference_mode()
+    def gelu(self, x: torch.Tensor) -> torch.Tensor:
+        """Exact GELU, elementwise."""
+        return F.gelu(x.float().contiguous())  # strided tensors would go through another erf
