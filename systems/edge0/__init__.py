@@ -64,13 +64,10 @@ class Edge0:
         self.owners = list(self.plan.owners) if self.plan else []
         self.consumers_of = {owner: owner + 1 for owner in self.owners}
         self.predictor = content.predictor(run.ops) if self.plan else None
-        demand, ahead = min(geometry.experts, run.batch * self.k), int(self.fill == "eager")
-        largest = min(geometry.experts, run.batch * self.k)
-        room = (
-            capacity(run.slots, run.scope, geometry.layers, len(self.consumers), demand, largest, self.k, ahead)
-            if self.plan
-            else 0
-        )
+        room = 0
+        if self.plan:
+            shape = (run.slots, run.scope, geometry.layers, geometry.experts, len(self.consumers), self.k, run.batch)
+            room = capacity(*shape, ahead=int(self.fill == "eager"))
         policy = make_policy(
             "lru", geometry.keys, run.slots, layers=geometry.layers, seed=run.seed,
             pools=geometry.layers if run.scope == "per_layer" else 1,

@@ -102,22 +102,23 @@ class Staging:
             raise StagingError("edge0: bookings and sets disagree")
 
 
-def capacity(slots: int, scope: str, layers: int, consumers: int, demand: int, largest: int, least: int, ahead: int):
-    """Experts a layer's set may hold: at most ``largest`` (what a batch can choose), and what the slots allow.
+def capacity(slots: int, scope: str, layers: int, experts: int, consumers: int, top_k: int, batch: int, ahead: int):
+    """Experts a layer's set may hold: what a batch can choose at most, as far as the slots allow.
 
-    ``demand`` slots stay free of bookings for layers that route by themselves. Raises ``UsageError`` if not even
-    ``least`` (one token's experts) fit.
+    So many slots stay free of bookings as a layer that routes by itself may demand. A budget that cannot stage a single
+    sequence is a ``UsageError``; a batch that needs more than the slots hold is not staged (its sets exceed 0).
     """
-    if scope == "per_layer":
-        room = slots // layers - (demand if ahead else 0)
-        needed = layers * (least + (demand if ahead else 0))
-    else:
-        sets = consumers + ahead
-        room = (slots - demand) // sets
-        needed = demand + sets * least
-    if room < least:
+
+    def room(rows: int) -> int:
+        demand = min(experts, rows * top_k)
+        if scope == "per_layer":
+            return min(demand, slots // layers - demand * ahead)
+        return min(demand, (slots - demand) // (consumers + ahead))
+
+    if room(1) < top_k:
+        needed = layers * top_k * (1 + ahead) if scope == "per_layer" else top_k * (consumers + ahead + 1)
         raise UsageError(
-            f"edge0 books {least} experts for each of {consumers} layers{' and one set more' if ahead else ''}, and"
-            f" {demand} slots for demand: {needed} slots; the budget gives {slots}, raise budget="
+            f"edge0 books {top_k} experts for each of {consumers} layers{' and one set more' if ahead else ''}, and"
+            f" {top_k} slots for demand: {needed} slots; the budget gives {slots}, raise budget="
         )
-    return min(room, largest)
+    return max(0, room(batch))

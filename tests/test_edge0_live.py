@@ -1,0 +1,202 @@
+"""Edge0 on a model that computes: heads see the right features, the prediction is the routing one token later, staging
+never changes an output bit, and requests do not touch each other.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from edge0_fixtures import LAW, live, random_heads
+from engine_fixtures import costs
+from numpy_ops import NumpyOps
+from torch_models import make_backend, native_model
+
+from moebench.backends.torch_bytes import TorchCpuLayout
+from moebench.backends.torch_ops import TorchOps
+from moebench.backends.torch_source import TransformersSource
+from moebench.engine.acquire import Experts
+from moebench.engine.hooks import Hooks
+from moebench.engine.loop import Loop
+from moebench.hookspecs import hookimpl
+from moebench.residency.tier import Tier
+from moebench.step import DECODE, Routing, Step
+from moebench.store.engines import open_engine
+from moebench.store.layout import QuantSpec
+from moebench.store.pages import aligned_buffer
+from moebench.store.writer import write_pack
+from moebench.systems.edge0 import Edge0Config
+from moebench.systems.edge0.heads import Plan, consumers_from, head_parameters, initial_head
+from moebench.systems.edge0.predictor import Heads
+from moebench.timeline.filled import FilledTimeline
+from moebench.timeline.wall import WallTimeline
+
+LAYERS, EXPERTS, TOP_K = 4, 8, 4
+PROMPTS = [[3, 14, 15, 92, 6, 5], [35, 8], [9]]
+TOKENS = 12
+
+
+class Lab:
+    """A tiny random model with its pack, and random heads."""
+
+    def __init__(self, folder) -> None:
+        model = native_model(
+            "qwen3_moe", hidden_size=128, moe_intermediate_size=64, num_hidden_layers=LAYERS, num_experts=EXPERTS,
+            num_experts_per_tok=TOP_K,
+        )  # fmt: skip
+        source = TransformersSource(model, "bfloat16")
+        self.pack = write_pack(folder / "pack", source, QuantSpec("int4"), TorchCpuLayout())
+        self.geometry = source.geometry("int4")
+        self.backend = make_backend(self.pack, dtype="bfloat16")
+
+    def plan(self, top_k=2, first_token="gate") -> Plan:
+        return Plan(LAYERS, top_k, consumers_from(1, LAYERS), first_token)
+
+    def system(self, plan, slots=None, batch=1, scope="shared", seed=0, **options):
+        heads = random_heads(plan, 128, EXPERTS, seed)
+        return live(Edge0Config(**options), self.geometry, plan, heads, TorchOps(), slots or 32, scope, batch)
+
+    def run(self, plugins, requests, slots=None, scope="shared", clock="wall"):
+        """Tokens and logits of several requests, one batch each, in one session."""
+        pack, geometry, slots = self.pack, self.geometry, slots or self.geometry.keys
+        arena = aligned_buffer(slots * pack.slot_bytes).reshape(slots, pack.slot_bytes)
+        arena[:] = 0xFF  # poison: bytes nobody loaded are NaN
+        tier = Tier("device", slots, pack.slot_bytes, geometry.layers, geometry.experts, scope, arena)
+        make = WallTimeline if clock == "wall" else lambda r, b: FilledTimeline(costs(), r, b)
+        timeline = make(open_engine("pread", pack), lambda name, slot: tier.arena[slot])
+        outs = []
+        try:
+            experts = Experts(geometry, [tier], timeline, Hooks(list(plugins)), False)
+            loop = Loop(self.backend, experts, 4)
+            for prompts in requests:
+                out = loop.generate(prompts, TOKENS, keep_logits=True)
+                outs.append((out.tokens, np.stack(out.logits)))
+            experts.drain()
+            experts.check_integrity()
+        finally:
+            timeline.close()
+        return outs
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    return Lab(tmp_path_factory.mktemp("edge0"))
+
+
+def same(one, two):
+    return one[0] == two[0] and np.array_equal(one[1], two[1])
+
+
+@pytest.mark.parametrize("fill", ["staged_sync", "overlap", "eager"])
+@pytest.mark.parametrize(("slots", "scope"), [(10, "shared"), (16, "per_layer"), (32, "shared")])
+@pytest.mark.parametrize("clock", ["wall", "virtual"])
+def test_staging_never_changes_a_bit(lab, fill, slots, scope, clock):
+    plan = lab.plan()
+    (reference,) = lab.run([lab.system(plan)], [PROMPTS[:1]])
+    system = lab.system(plan, slots, scope=scope, fill=fill)
+    (out,) = lab.run([system], [PROMPTS[:1]], slots, scope, clock)
+    assert same(out, reference)
+    assert np.isfinite(out[1]).all()
+    counted = system.report()
+    assert counted["dropped"] == 0
+    assert counted["predicted_layers"] == 2 * (TOKENS - 2)  # the first token comes out of the prefill, the gate routes one
+
+
+@pytest.mark.parametrize("first_token", ["gate", "heads"])
+@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS[2:], PROMPTS])
+def test_the_routing_is_what_heads_said_a_token_earlier(lab, first_token, prompts):
+    """Against a reference that recomputes each prediction in double precision from what the owner saw."""
+    plan = lab.plan(first_token=first_token)
+    heads = {n: {p: a.astype(np.float64) for p, a in h.items()} for n, h in random_heads(plan, 128, EXPERTS).items()}
+    system = lab.system(plan, batch=len(prompts))
+    lab.run([system], [prompts])
+    batch, past, checked = len(prompts), {}, 0
+    predictions = {}
+    erf = np.vectorize(__import__("math").erf)
+    for step, layer, hidden, executed, native in system.seen:
+        ids = executed.reshape(batch, -1, executed.shape[-1])
+        if step.phase == DECODE and (step.index - 1, layer) in predictions:
+            logits = predictions[step.index - 1, layer]
+            order = np.sort(logits, axis=1)
+            clear = step.valid & (order[:, -2] - order[:, -3] > 1e-3)  # no tie between chosen and not
+            want = LAW.apply(logits.astype(np.float32), 2)
+            assert np.array_equal(np.sort(ids[clear, 0]), np.sort(want.experts[clear]))
+            checked += int(clear.sum())
+        elif step.phase == DECODE:
+            assert np.array_equal(ids[step.valid, 0], native[step.valid, :2])
+        if layer not in plan.owners:
+            continue
+        many = np.zeros((batch, ids.shape[1], EXPERTS))
+        for b in range(batch):
+            for w in range(ids.shape[1]):
+                many[b, w, [e for e in ids[b, w] if e >= 0]] = 1
+        if step.phase == DECODE or first_token == "heads":
+            before = many[:, -2] if ids.shape[1] > 1 else past.get(layer, np.zeros((batch, EXPERTS)))
+            past[layer] = many[:, -1]
+            if step.phase == DECODE or step.emits:
+                h = hidden.reshape(batch, -1, 128)[:, -1].astype(np.float64)
+                f = np.concatenate([h, many[:, -1], before], axis=1)
+                inner = f @ heads[layer]["fc1"].T
+                inner = inner * (1 + erf(inner / 2**0.5)) / 2
+                predictions[step.index, layer + 1] = f @ heads[layer]["linear_init"].T + inner @ heads[layer]["fc2"].T
+    assert checked > 15 * batch
+
+
+def test_a_second_request_equals_a_cold_one(lab):
+    plan = lab.plan(first_token="heads")
+    cold = [lab.run([lab.system(plan, 12)], [[p]], 12)[0] for p in PROMPTS]
+    warm = lab.run([lab.system(plan, 12)], [[p] for p in PROMPTS], 12)
+    assert all(same(a, b) for a, b in zip(cold, warm, strict=True))
+
+
+def test_off_at_the_models_own_top_k_is_the_exact_path(lab):
+    plan = lab.plan(top_k=TOP_K)
+    (exact,) = lab.run([], [PROMPTS[:1]])
+    for slots in (6, 32):
+        (off,) = lab.run([lab.system(plan, slots, prerouter=False, lora=False)], [PROMPTS[:1]], slots)
+        assert same(off, exact)
+
+
+def test_off_at_a_smaller_top_k_is_the_routers_best(lab):
+    class Best:
+        @hookimpl
+        def route(self, native):
+            weights = native.weights.float().numpy()
+            kept = weights[:, :2] * (weights.sum(1, keepdims=True) / weights[:, :2].sum(1, keepdims=True))
+            return Routing(native.experts[:, :2], kept)
+
+    (best,) = lab.run([Best()], [PROMPTS[:1]])
+    (off,) = lab.run([lab.system(lab.plan(), prerouter=False, lora=False)], [PROMPTS[:1]])
+    (exact,) = lab.run([], [PROMPTS[:1]])
+    assert same(off, best)
+    assert not same(off, exact)
+
+
+def test_heads_decide_what_is_computed(lab):
+    plan = lab.plan()
+    (one,), (two,) = (lab.run([lab.system(plan, seed=seed)], [PROMPTS[:1]]) for seed in (0, 1))
+    assert not same(one, two)
+
+
+def test_sequences_of_a_batch_do_not_touch_each_other(lab):
+    plan = lab.plan(first_token="heads")
+    (together,) = lab.run([lab.system(plan, 32, batch=3)], [PROMPTS])
+    for row, prompt in enumerate(PROMPTS):
+        (alone,) = lab.run([lab.system(plan, 12)], [[prompt]], 12)
+        assert together[0][row] == alone[0][0]
+        assert np.array_equal(together[1][:, row], alone[1][:, 0])
+
+
+@pytest.mark.parametrize(("hidden", "experts", "parameters"), [(2048, 256, 2_097_152), (1536, 128, 1_212_416)])
+def test_heads_of_the_published_models_have_the_published_size(hidden, experts, parameters):
+    assert head_parameters(hidden, experts) == parameters
+
+
+def test_an_untrained_head_is_the_next_layers_router():
+    rng = np.random.default_rng(0)
+    router, hidden = rng.standard_normal((8, 32)).astype(np.float32), rng.standard_normal((1, 32)).astype(np.float32)
+    heads = Heads(Plan(3, 2, (1,)), {0: initial_head(router)}, 8, LAW, NumpyOps(), "gate")
+    step = Step(0, DECODE, np.zeros(1, np.int32), np.zeros(1, np.int32), np.ones(1, bool), 1)
+    heads.begin(step)
+    heads.observe(0, step, hidden, np.array([[5, 2]]))
+    assert np.allclose(heads.logits([0])[0], hidden @ router.T, atol=1e-4)
+    assert heads.evaluate([0], step)[1].tolist() == LAW.apply(hidden @ router.T, 2).experts.tolist()
