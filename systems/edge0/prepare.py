@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -70,19 +69,19 @@ def fit(options: PrepareOptions, folder: Path, name: str, out: Path, progress: C
     first = options.first or -(-7 * base.layers // 40)
     consumers = consumers_from(first, base.layers, options.last_layer == "head")
     if not consumers:
-        raise UsageError(
-            f"prepare: first={first} leaves no layer of {base.layers} to predict; last_layer=head adds one"
-        )
+        most = base.layers - (1 if options.last_layer == "head" else 2)
+        raise UsageError(f"prepare: first={first} must be at most {most} with last_layer={options.last_layer}")
     plan = Plan(base.layers, served_top_k(base, options.k), consumers, options.first_token)
     steps = (options.steps_distil, options.steps_tune, options.steps_onpolicy)
     out.mkdir(parents=True, exist_ok=True)
     target = place(out, name, plan.top_k)
     state = target.with_name(f"{target.name}.training")
-    fingerprint = _fingerprint(options, {"weights_hash": base.weights_hash, "examples": examples.name})
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     student, teacher = _models(options, folder, plan)
-    training = Training(student, teacher, examples, Recipe(steps, seed=options.seed), state, fingerprint)
+    training = Training(
+        student, teacher, examples, Recipe(steps, seed=options.seed), state, _fingerprint(options, base, examples)
+    )
 
     def report(phase: str, step: int, of: int, loss: float) -> None:
         done = sum(steps[: PHASES.index(phase)]) + step
@@ -157,18 +156,23 @@ def _examples(options: PrepareOptions, folder: Path) -> Any:
     return made
 
 
-def _fingerprint(options: PrepareOptions, more: dict[str, str]) -> str:
-    """All that decides what a training ends with, as compact JSON; threads only decide when."""
-    chosen = {k: v for k, v in dataclasses.asdict(options).items() if k != "threads"}
-    data = {"data_sha256": _sha256(Path(options.data))} if options.data else {}
-    return json.dumps({**chosen, **data, **more}, sort_keys=True, separators=(",", ":"))
+def _fingerprint(options: PrepareOptions, base: Any, examples: Any) -> dict[str, Any]:
+    """All that decides what a training ends with; threads only decide when."""
+    chosen = {k: v for k, v in dataclasses.asdict(options).items() if k not in ("threads", "data")}
+    return {**chosen, "weights": base.weights_hash, **_data(options, examples)}
+
+
+def _data(options: PrepareOptions, examples: Any) -> dict[str, str]:
+    """What the examples are: a file by name and content, or a generator's description."""
+    if not options.data:
+        return {"data": examples.name}
+    return {"data": Path(options.data).name, "data_sha256": _sha256(Path(options.data))}
 
 
 def _provenance(training: Any, options: PrepareOptions) -> dict[str, Any]:
     here = Path(__file__).parent
     return {
-        "data": training.examples.name,
-        **({"data_sha256": _sha256(Path(options.data))} if options.data else {}),
+        **_data(options, training.examples),
         "seed": options.seed,
         "steps": {"distil": options.steps_distil, "tune": options.steps_tune, "onpolicy": options.steps_onpolicy},
         "examples_per_step": training.recipe.examples,

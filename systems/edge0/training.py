@@ -14,9 +14,10 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -114,25 +115,31 @@ def reverse_kl(student: torch.Tensor, teacher: torch.Tensor, k: int = TEACHER_TO
 class Training:
     """One resumable run of the three phases; ``state`` is the file it goes on from.
 
-    ``fingerprint`` says what is trained on what: a state of another one is refused.
+    ``fingerprint`` holds all that decides what comes out: a state with another one is refused.
     """
 
     def __init__(
-        self, student: Student, teacher: Any, examples: Examples, recipe: Recipe, state: Path, fingerprint: str = ""
+        self,
+        student: Student,
+        teacher: Any,
+        examples: Examples,
+        recipe: Recipe,
+        state: Path,
+        fingerprint: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.student, self.teacher, self.examples, self.recipe, self.state = student, teacher, examples, recipe, state
-        self.fingerprint = fingerprint
+        self.fingerprint = dict(fingerprint)
         self.phase, self.step, self.tokens, self.seconds = 0, 0, 0, 0.0
         self.losses: dict[str, float] = {}
         self._saved: dict[str, Any] | None = None
         self._whole = True  # parameters and counters belong to the same step
         if state.is_file():
             saved = read_state(state)
-            if (found := saved.get("fingerprint", "")) != fingerprint:
-                raise UsageError(
-                    f"{state} is of a training with other options ({found or 'unknown'}, not {fingerprint});"
-                    " finish it with those, or remove the file to start anew"
-                )
+            found = saved.get("fingerprint", {})
+            names = sorted(n for n in {*found, *fingerprint} if found.get(n) != fingerprint.get(n))
+            if names:
+                other = ", ".join(f"{name}={found.get(name)}, not {fingerprint.get(name)}" for name in names)
+                raise UsageError(f"{state} began with {other}; go on with that, or remove the file to start anew")
             student.load_state_dict(saved["student"])
             self.phase, self.step, self.tokens = saved["phase"], saved["step"], saved["tokens"]
             self.seconds, self.losses, self._saved = saved["seconds"], saved["losses"], saved["optimizer"]
