@@ -64,7 +64,9 @@ class RunConfig:
     mode: Literal["auto", "measure", "model"] = option(
         "auto", "clock: auto measures on a matching machine, models elsewhere"
     )
-    scope: Literal["shared", "per_layer"] = option("shared", "whether all layers share the cache slots")
+    scope: Literal["auto", "shared", "per_layer"] = option(
+        "auto", "whether all layers share the cache slots; auto takes the system's own way"
+    )
     quality: Literal["none", "quick", "local"] = option(
         "quick", "quality suite to run beside speed; quick has 8 items per task, local 100"
     )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 FIDELITIES = ("exact", "advisory", "altered")
 SIZINGS = ("budget", "minimal", "full")
+SCOPES = ("shared", "per_layer")
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +117,8 @@ class SystemSpec:
     ``equip(config, target)`` returns what the system brings (default: nothing), or raises what a user can mend;
     ``published`` are figures to stand beside the rows, ``prepare`` makes the artefacts.
     ``sizing`` says how many cache slots it gets: what the ``budget`` holds, the ``minimal`` one layer of one token
-    needs, or ``full``, all experts, loaded before the first request.
+    needs, or ``full``, all experts, loaded before the first request; ``scope`` whether layers share them (``shared``) or
+    own equal parts (``per_layer``) where the run does not say.
     """
 
     id: str
@@ -132,6 +134,7 @@ class SystemSpec:
     oracle: bool = False
     engine: str | None = None
     sizing: str = "budget"
+    scope: str = "shared"
     equip: Callable[[Any, Target], Equipment] = field(default=lambda config, target: Equipment())
     published: tuple[Published, ...] = ()
     prepare: Preparation | None = None
@@ -143,6 +146,8 @@ class SystemSpec:
             raise ValueError(f"system {self.id}: config must be a dataclass type, got {self.config!r}")
         if self.sizing not in SIZINGS:
             raise ValueError(f"system {self.id}: sizing {self.sizing!r} is not one of {', '.join(SIZINGS)}")
+        if self.scope not in SCOPES:
+            raise ValueError(f"system {self.id}: scope {self.scope!r} is not one of {', '.join(SCOPES)}")
         needy = [
             f.name
             for f in dataclasses.fields(self.config)

@@ -67,6 +67,8 @@ def plan(config: RunConfig, registry: Registry) -> list[Cell]:
     names one.
     """
     spec = registry.system(config.system)
+    if config.scope == "auto":
+        config = replace(config, scope=spec.scope)
     profile = hardware.load(registry.hardware_path(config.hw))
     clock, why = _clock(config, profile)
     engine = config.engine if config.engine != "auto" else spec.engine or profile.engine
