@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from edge0_fixtures import BASE, artefact, random_heads, random_pairs, target
+from artefact_fixtures import BASE, artefact, random_heads, random_pairs, target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
