@@ -155,7 +155,7 @@ def record(options: RecordOptions, spec: SystemSpec | None, knobs: Any, tick: Ca
     prompts = read_prompts(Path(options.prompts) if options.prompts else shipped, options.requests, options.seed)
     live = load_live(folder, name, options.quant, "packed")
     backend = TorchBackend(live.pack, live.pack.dense_path, live.config)
-    system = None if spec is None else _prepared(spec, knobs, name, live, backend, options.seed)
+    system = None if spec is None else prepared(spec, knobs, name, live, backend, options.seed)
     experts = RecordingExperts(live.pack, aligned_buffer(live.pack.slot_bytes), system)
     loop = Loop(backend, experts)  # type: ignore[arg-type]
     for experts.request, prompt in enumerate(prompts):
@@ -168,7 +168,7 @@ def record(options: RecordOptions, spec: SystemSpec | None, knobs: Any, tick: Ca
     return experts.recorder.trace(shape)
 
 
-def _prepared(spec: SystemSpec, knobs: Any, name: str, live: Any, backend: Any, seed: int) -> RecordedSystem:
+def prepared(spec: SystemSpec, knobs: Any, name: str, live: Any, backend: Any, seed: int) -> RecordedSystem:
     """The system as a session would build it, with room for every expert."""
     target = Target(name, live.geometry, live.pack.manifest.model["weights_hash"], live.config)
     equipment = spec.equip(knobs, target)
