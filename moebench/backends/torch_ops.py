@@ -1,7 +1,8 @@
 """Arithmetic for systems that predict, on CPU tensors in float32, whatever the model computes in.
 
 A product of many rows is made of products of one row, since torch's fp32 kernels give other last bits for several rows
-at once. So many rows cost what they cost one by one. Knows tensors; knows no model.
+at once, or for a row at another alignment in memory. So many rows cost what they cost one by one. Knows tensors; knows
+no model.
 """
 
 from __future__ import annotations
@@ -47,9 +48,11 @@ class TorchOps(Ops):
     @torch.inference_mode()
     def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """[n, rows, in], [n, out, in] -> [n, rows, out]."""
-        turned, rows = weight.float().transpose(1, 2), x.float().split(1, dim=1)
+        turned = weight.float().transpose(1, 2)
+        # copies, so that every row starts at an aligned address
+        rows = [row.clone(memory_format=torch.contiguous_format) for row in x.float().split(1, dim=1)]
         with plain_kernels(True):  # inside a pass and outside of it, a prediction has the same bits
-            return torch.cat([torch.bmm(row.contiguous(), turned) for row in rows], dim=1)
+            return torch.cat([torch.bmm(row, turned) for row in rows], dim=1)
 
     @torch.inference_mode()
     def gelu(self, x: torch.Tensor) -> torch.Tensor:
