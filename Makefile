@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
-ARGS ?= system=lru hw=m4pro
+ARGS ?= system=edge0 hw=m4pro
 
 .PHONY: run test check bench clean
 

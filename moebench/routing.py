@@ -130,7 +130,6 @@ class RoutingLaw:
             return topk_softmax(logits, k)
         return softmax_topk(logits, k, self.renormalise)
 
-
     def narrow(self, weights: np.ndarray, k: int) -> np.ndarray:
         """Weights fp32 [N, n] of a router's choice, best first, cut to its best ``k``: what the law makes sum to a
         constant still sums to it.

@@ -117,8 +117,8 @@ class SystemSpec:
     ``equip(config, target)`` returns what the system brings (default: nothing), or raises what a user can mend;
     ``published`` are figures to stand beside the rows, ``prepare`` makes the artefacts.
     ``sizing`` says how many cache slots it gets: what the ``budget`` holds, the ``minimal`` one layer of one token
-    needs, or ``full``, all experts, loaded before the first request; ``scope`` whether layers share them (``shared``) or
-    own equal parts (``per_layer``) where the run does not say.
+    needs, or ``full``, all experts, loaded before the first request; ``scope`` whether layers share them (``shared``)
+    or own equal parts (``per_layer``) where the run does not say.
     """
 
     id: str

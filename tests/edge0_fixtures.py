@@ -76,13 +76,13 @@ def live(config: Edge0Config, geometry, plan: Plan, heads, ops, slots: int, scop
 
     content = Content(LAW, plan if config.prerouter else None, 1000, predictor)
     equipment = Equipment(top_k=plan.top_k, content=content)
-    run = RunContext(
-        replace(geometry, top_k=plan.top_k), slots, scope, batch=batch, ops=ops, equipment=equipment
-    )
+    run = RunContext(replace(geometry, top_k=plan.top_k), slots, scope, batch=batch, ops=ops, equipment=equipment)
     return cls(config, run)
 
 
-def replayed(config: Edge0Config, trace, plan: Plan, slots: int, scope="shared", batch=1, geometry=GEOMETRY, cls=Logged):
+def replayed(
+    config: Edge0Config, trace, plan: Plan, slots: int, scope="shared", batch=1, geometry=GEOMETRY, cls=Logged
+):
     """The plugin of a replay of ``trace`` with a surrogate's predictions; returns (plugin, channel)."""
     channel = predicted(trace, plan.top_k, plan.consumers, 0.6, seed=3)
     first = plan.first_token if config.first_token == "auto" else config.first_token

@@ -98,7 +98,9 @@ def test_staging_never_changes_a_bit(lab, fill, slots, scope, clock):
     assert np.isfinite(out[1]).all()
     counted = system.report()
     assert counted["dropped"] == 0
-    assert counted["predicted_layers"] == 2 * (TOKENS - 2)  # the first token comes out of the prefill, the gate routes one
+    assert counted["predicted_layers"] == 2 * (
+        TOKENS - 2
+    )  # the first token comes out of the prefill, the gate routes one
 
 
 @pytest.mark.parametrize("first_token", ["gate", "heads"])

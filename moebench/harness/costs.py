@@ -54,7 +54,8 @@ def build(
 ) -> Costs:
     """Costs of one run.
 
-    ``adapter_bytes`` stream beside the dense weights. Storage: an expert takes the sum over its pieces of piece / bandwidth(piece size, depth); an mmap engine faults one
+    ``adapter_bytes`` stream beside the dense weights.
+    Storage: an expert takes the sum over its pieces of piece / bandwidth(piece size, depth); an mmap engine faults one
     readahead window at a time from one thread. Compute: a layer streams its dense weights once a pass and each active
     expert once, or is bound by arithmetic, and takes no less than the software stack's floor; each load costs the host
     its time.

@@ -20,7 +20,8 @@ class Costs:
 
     ``dense_layer_s`` and ``head_s`` stream the dense weights of a layer and of the head; ``dense_row_s`` is the
     arithmetic of one row in one layer; ``state_byte_s`` one layer's share of a byte of cache and recurrent state;
-    ``byte_s`` streams one byte of a system's own work; ``layer_floor_s`` the least time a layer takes in the software stack.
+    ``byte_s`` streams one byte of a system's own work; ``layer_floor_s`` the least time a layer takes in the software
+    stack.
     """
 
     read_bytes: int

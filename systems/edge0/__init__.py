@@ -1,7 +1,7 @@
 """Edge0: a trained prerouter chooses the next token's experts, and that choice is the routing.
 
-Heads of ``predictor.py`` predict, ``staging.py`` books what they chose, recovery adapters (served by the backend) repair
-what the replaced routing costs. ``equipment.py`` finds the trained files. See README.md.
+Heads of ``predictor.py`` predict, ``staging.py`` books what they chose, recovery adapters (served by the backend)
+repair what the replaced routing costs. ``equipment.py`` finds the trained files. See README.md.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moebench.hookspecs import hookimpl
 from moebench.residency.policies import make_policy
 from moebench.step import ABSENT, DECODE, Routing, Step
 from moebench.systems.edge0.equipment import PUBLISHED, Content, equip
-
+from moebench.systems.edge0.prepare import PREPARATION
 from moebench.systems.edge0.staging import Staging, capacity
 from moebench.systemspec import RunContext, SystemSpec
 
@@ -30,9 +30,12 @@ class Edge0Config:
     """Options of edge0."""
 
     k: int = field(
-        default=0, metadata={"help": "experts per token; 0 takes the paper's for this model, else half of the model's own"}
+        default=0,
+        metadata={"help": "experts per token; 0 takes the paper's for this model, else half of the model's own"},
     )
-    prerouter: bool = field(default=True, metadata={"help": "predictions are the routing; false: the model's router, LRU"})
+    prerouter: bool = field(
+        default=True, metadata={"help": "predictions are the routing; false: the model's router, LRU"}
+    )
     fill: Literal["staged_sync", "overlap", "eager"] = field(
         default=FILL,
         metadata={"help": "when a set is filled: one by one after the step, all at once after it, or after each head"},
@@ -141,9 +144,9 @@ class Edge0:
             view.account(nbytes=self.head_bytes * len(chosen), syncs=1)
         experts = self.staging.experts
         for layer, ids in chosen.items():
-            ids = np.unique(ids[ids != ABSENT])
-            if len(ids):
-                self.staging.book(layer, layer * experts + ids)
+            wanted = np.unique(ids[ids != ABSENT])
+            if len(wanted):
+                self.staging.book(layer, layer * experts + wanted)
 
     @hookimpl
     def acquired(self, step: Step, layer: int, keys: list[int], ready: list[bool]) -> None:
@@ -191,6 +194,6 @@ def register_systems(register):
             needs=("trained heads and adapters (live), a predicted channel or a surrogate (replay)",),
             equip=equip,
             published=PUBLISHED,
-            # PREPARE
+            prepare=PREPARATION,
         )
     )

@@ -43,8 +43,11 @@ class Tier:
 
 
 TIERS = {
-    "qwen3.6-35b-a3b": Tier(4, consumers_from(7, 40), "gate", 42_000_000, f"{PAPER}: K=4, heads 6 to 38, LoRA of 42 MB"),
-    # Its first layer is dense, so model layers 8..23 are MoE layers 7..22; the LoRA's size goes by its 153 of 310 modules.
+    "qwen3.6-35b-a3b": Tier(
+        4, consumers_from(7, 40), "gate", 42_000_000,
+        f"{PAPER}: K=4, heads 6 to 38, LoRA of 42 MB",
+    ),
+    # Its first layer is dense: model layers 8..23 are MoE layers 7..22. The LoRA's size goes by its 153 modules of 310.
     "ling-3.0-tiny-8b": Tier(
         8, consumers_from(7, 23, last=True), "heads", 20_700_000,
         f"{PAPER}: K=8, heads 7 to 22; its LoRA is taken as 153/310 of the 35B tier's",
@@ -58,8 +61,8 @@ PUBLISHED = (
         "qwen3.6-35b-a3b",
         {
             "decode_tok_s": (20.4, f"{FIGURES}, M4 Pro 24 GB, short context"),
-            "allocator_peak_gib": (2.9, f"{FIGURES}: the allocator's high-water mark, which it calls peak active memory"),
-            "quality_delta": (-3.9, f"{FIGURES}: mean difference to fp16 over AIME 2026, HumanEval, GPQA, MMLU-Pro, IFBench"),
+            "allocator_peak_gib": (2.9, f"{FIGURES}: the allocator's high-water mark, there called peak active memory"),
+            "quality_delta": (-3.9, f"{FIGURES}: mean over AIME, HumanEval, GPQA, MMLU-Pro, IFBench, to fp16"),
         },
         "K=4 with prerouter and LoRA, page cache holding the model, 64 expert slots beside the staged ones",
     ),
@@ -132,7 +135,7 @@ def _replayed(config: Edge0Config, target: Target) -> Equipment:
     if k > trace.top_k:
         raise UsageError(f"system.k={k} exceeds the {trace.top_k} experts that the trace holds for each token")
     tier = TIERS.get(geometry.name) or _assumed_tier(geometry)
-    held, notes = {}, [f"assumed: {tier.source}"]
+    held, notes = {}, [f"assumed: {tier.source}"] if config.lora or config.prerouter else []
     if config.lora:
         held["adapters"] = tier.adapter_bytes
     if not config.prerouter:
@@ -142,19 +145,26 @@ def _replayed(config: Edge0Config, target: Target) -> Equipment:
         if channel.shape[2] != k:
             raise UsageError(f"the trace's {CHANNEL} holds {channel.shape[2]} experts for each token, not system.k={k}")
         recorded = tuple(int(layer) for layer in range(1, geometry.layers) if (channel[:, layer] >= 0).any())
-        plan = replace(plan, consumers=recorded)
+        if not recorded:
+            raise UsageError(f"the trace's {CHANNEL} predicts nothing; set system.prerouter=false to replay it")
+        plan = replace(plan, consumers=recorded, first_token="heads")  # the channel itself says where nothing was said
     else:
         channel = predicted(trace, k, plan.consumers, OVERLAP, seed=0)
-        notes.append(f"assumed: predicted routing from a surrogate that shares {OVERLAP:g} of the router's top {k} ({PAPER}: 2.2 to 2.6 of 4)")
+        shared = f"shares {OVERLAP:g} of the router's top {k} ({PAPER}: 2.2 to 2.6 of 4)"
+        notes.append(f"assumed: predicted routing from a surrogate that {shared}")
     first_token = plan.first_token if config.first_token == "auto" else config.first_token
     one = FP16 * head_parameters(geometry.hidden, geometry.experts)
     held["predictor"] = one * len(plan.owners)
-    return Equipment(held, None, k, tuple(notes), Content(None, plan, one, lambda ops: Recorded(trace, channel, first_token)))
+    return Equipment(
+        held, None, k, tuple(notes), Content(None, plan, one, lambda ops: Recorded(trace, channel, first_token))
+    )
 
 
 def _assumed_tier(geometry: Geometry) -> Tier:
     """For a model the paper does not serve: its 35B tier's shares, and a LoRA on four square projections a layer."""
     first = max(1, math.ceil(FIRST_SHARE * geometry.layers))
     size = geometry.layers * 4 * RANK * 2 * geometry.hidden * FP16
-    text = f"edge0 serves {geometry.name} as the paper serves its 35B model: half of the experts, heads from layer {first - 1}"
+    text = (
+        f"{geometry.name} served as the paper serves its 35B model: half of the experts, heads from layer {first - 1}"
+    )
     return Tier(max(1, geometry.top_k // 2), consumers_from(first, geometry.layers), "gate", size, text)

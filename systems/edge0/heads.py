@@ -10,7 +10,6 @@ the backend's ``Ops``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np

@@ -20,8 +20,8 @@ from moebench.trace.format import Trace
 
 
 class Predictor(ABC):
-    """Contract: ``observe`` after an owner layer was routed, ``evaluate`` when its head may run, ``routing`` at the next
-    step. What was predicted for a step is gone after it.
+    """Contract: ``observe`` after an owner layer was routed, ``evaluate`` when its head may run, ``routing`` at the
+    next step. What was predicted for a step is gone after it.
     """
 
     @abstractmethod
@@ -91,10 +91,7 @@ class Heads(Predictor):
         ids = executed.reshape(batch, -1, executed.shape[-1])
         width = ids.shape[1]
         last = self._many_hot(ids[:, -1])
-        if width > 1:
-            before = self._many_hot(ids[:, -2])
-        else:
-            before = self._now.get(layer, np.zeros_like(last))
+        before = self._many_hot(ids[:, -2]) if width > 1 else self._now.get(layer, np.zeros_like(last))
         self._then[layer], self._now[layer] = before, last
         self._hidden[layer] = self.ops.rows(hidden, np.arange(batch) * width + width - 1)
 
@@ -122,10 +119,7 @@ class Heads(Predictor):
         """fp32 [heads, B, E] of these owners' heads from what they observed last."""
         ops, at = self.ops, [self.index[layer] for layer in layers]
         f = ops.stack(
-            [
-                ops.concat([self._hidden[n], ops.tensor(self._now[n]), ops.tensor(self._then[n])])
-                for n in layers
-            ]
+            [ops.concat([self._hidden[n], ops.tensor(self._now[n]), ops.tensor(self._then[n])]) for n in layers]
         )
         span = slice(at[0], at[-1] + 1)  # one head, or all: a view either way
         one, two, direct = (w[span] for w in self.weights.values())

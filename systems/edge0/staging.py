@@ -22,9 +22,7 @@ class StagingError(MoebenchError):
 class Staging:
     """The sets booked for this step and the next, over a cache that evicts the least recently used of the others.
 
-    ``capacity`` experts fit a layer's set; a larger set (of a batch) is not staged and its layer demands like any other.
-    ``ahead`` sets are booked beside those in use: 1 where slots are shared and a head runs before its layer's set of this
-    step was used, else 0.
+    ``capacity`` experts fit a layer's set; a larger set (of a batch) is not staged and its layer demands like others.
     """
 
     def __init__(self, layers: int, experts: int, consumers: Sequence[int], capacity: int, policy: Lru) -> None:
@@ -72,7 +70,9 @@ class Staging:
         self.found += len(keys) - len(missing)
         if len(missing):
             names = ", ".join(str(key - layer * self.experts) for key in missing[:4].tolist())
-            raise StagingError(f"edge0: layer {layer} routes to expert {names}, which is not staged: it would be dropped")
+            raise StagingError(
+                f"edge0: layer {layer} routes to expert {names}, which is not staged: it would be dropped"
+            )
         self.booked[staged] -= 1
         self._before[layer] = staged
 
