@@ -15,7 +15,7 @@ from moebench.hardware import NUMBERS, HardwareError, ReadCurve
 from moebench.machine import Machine, detect, environment
 from moebench.plugins import load_plugins
 
-SHIPPED = ("m4pro", "m2_16gb", "rtx5090_32gb")
+SHIPPED = ("m4pro", "m2_16gb", "rtx5090_32gb", "rtx5070ti_flashmoe", "a5000_24gb", "snapdragon_8_elite")
 
 
 @pytest.fixture
