@@ -40,7 +40,7 @@ class Logged(Edge0):
         book = self.staging.book
 
         def logged(layer, keys):
-            self.log.append(("book", layer, tuple(keys.tolist())))
+            self.log.append(("book", layer, tuple(keys)))
             return book(layer, keys)
 
         self.staging.book = logged

@@ -120,7 +120,7 @@ class Edge0:
         self.compared += own.size
 
     @hookimpl
-    def prefetch(self, step: Step, point: int | str, view: Any) -> np.ndarray | None:
+    def prefetch(self, step: Step, point: int | str, view: Any) -> list[int] | None:
         """Run the heads when they may run, book what they chose, and ask for what is not under way yet."""
         if not self.plan or self.fill == "staged_sync":
             return None
@@ -131,7 +131,7 @@ class Edge0:
         return self.staging.waiting(view)
 
     @hookimpl
-    def stage(self, step: Step, view: Any) -> np.ndarray | None:
+    def stage(self, step: Step, view: Any) -> list[int] | None:
         """With fill=staged_sync everything happens here: heads, then each layer's newcomers one after another."""
         if not self.plan or self.fill != "staged_sync":
             return None
@@ -144,15 +144,15 @@ class Edge0:
             view.account(nbytes=self.head_bytes * len(chosen), syncs=1)
         experts = self.staging.experts
         for layer, ids in chosen.items():
-            wanted = np.unique(ids[ids != ABSENT])
-            if len(wanted):
-                self.staging.book(layer, layer * experts + wanted)
+            wanted = sorted(set(ids.ravel().tolist()) - {ABSENT})
+            if wanted:
+                self.staging.book(layer, [layer * experts + expert for expert in wanted])
 
     @hookimpl
     def acquired(self, step: Step, layer: int, keys: list[int], ready: list[bool]) -> None:
         """A demand: all of it must be staged where the layer owns a set."""
         if layer in self.consumers:
-            self.staging.use(layer, np.asarray(keys, np.int64))
+            self.staging.use(layer, keys)
         self.staging.policy.access(keys, ready)
 
     @hookimpl

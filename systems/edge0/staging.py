@@ -28,30 +28,30 @@ class Staging:
     def __init__(self, layers: int, experts: int, consumers: Sequence[int], capacity: int, policy: Lru) -> None:
         self.experts, self.consumers, self.capacity, self.policy = experts, tuple(consumers), capacity, policy
         self.booked = np.zeros(layers * experts, np.int16)  # in how many sets a key is
-        self.using: dict[int, np.ndarray] = {}  # by layer: the set of the step under way
+        self.using: dict[int, np.ndarray] = {}  # by layer: the set of the step under way, ascending keys
         self.coming: dict[int, np.ndarray] = {}  # by layer: the set of the next step
-        self._waiting: np.ndarray | None = None  # booked keys that may not be under way yet
+        self._before: dict[int, set[int]] = {}  # by layer: the set used last
+        self._waiting: list[int] = []  # booked keys that may not be under way yet
         self.sets_staged = self.sets_refused = self.newcomers = self.members = self.routed = self.found = 0
-        self._before: dict[int, np.ndarray] = {}
 
     def reset(self) -> None:
         """A new request: nothing is booked."""
         self.booked[:] = 0
-        self.using, self.coming, self._before, self._waiting = {}, {}, {}, None
+        self.using, self.coming, self._before, self._waiting = {}, {}, {}, []
 
-    def book(self, layer: int, keys: np.ndarray) -> bool:
-        """Book ``keys`` (ascending, distinct) for ``layer`` at the next step; False if they are too many."""
+    def book(self, layer: int, keys: Sequence[int]) -> bool:
+        """Book distinct ``keys``, ascending, for ``layer`` at the next step; False if they are too many."""
         if layer in self.coming:
             raise StagingError(f"edge0: layer {layer} was booked twice for one step")
         if len(keys) > self.capacity:
             self.sets_refused += 1
             return False
-        self.coming[layer] = keys
-        self.booked[keys] += 1
+        self.coming[layer] = booked = np.asarray(keys, np.int64)
+        self.booked[booked] += 1
         self.sets_staged += 1
         self.members += len(keys)
-        self.newcomers += len(np.setdiff1d(keys, self._before.get(layer, keys[:0]), assume_unique=True))
-        self._waiting = keys if self._waiting is None else np.concatenate([self._waiting, keys])
+        self.newcomers += len(set(keys) - self._before.get(layer, set()))
+        self._waiting += keys
         return True
 
     def advance(self) -> None:
@@ -60,35 +60,34 @@ class Staging:
             self.booked[keys] -= 1
         self.using, self.coming = self.coming, {}
 
-    def use(self, layer: int, keys: np.ndarray) -> None:
+    def use(self, layer: int, keys: Sequence[int]) -> None:
         """``layer`` demands ``keys``: all must be in its set, which then becomes ordinary cache."""
         staged = self.using.pop(layer, None)
         if staged is None:
             return
-        missing = np.setdiff1d(keys, staged)
+        held = set(staged.tolist())
+        missing = [key for key in keys if key not in held]
         self.routed += len(keys)
         self.found += len(keys) - len(missing)
-        if len(missing):
-            names = ", ".join(str(key - layer * self.experts) for key in missing[:4].tolist())
-            raise StagingError(
-                f"edge0: layer {layer} routes to expert {names}, which is not staged: it would be dropped"
-            )
+        if missing:
+            names = ", ".join(str(key - layer * self.experts) for key in missing[:4])
+            raise StagingError(f"edge0: layer {layer} routes to expert {names}, not staged: it would be dropped")
         self.booked[staged] -= 1
-        self._before[layer] = staged
+        self._before[layer] = held
 
     def victims(self, candidates: np.ndarray, need: int) -> np.ndarray:
         """At most ``need`` least recently used candidates that no set holds."""
         free = candidates[self.booked[candidates] == 0]
         return self.policy.victims(free, min(need, len(free)))
 
-    def waiting(self, view: Any) -> np.ndarray | None:
+    def waiting(self, view: Any) -> list[int] | None:
         """Booked keys that are neither resident nor on their way, in the order in which they were booked."""
-        keys = self._waiting
-        if keys is None:
+        if not self._waiting:
             return None
-        keys = keys[(self.booked[keys] > 0) & ~(view.resident(keys) | view.in_flight(keys))]
-        self._waiting = keys if len(keys) else None
-        return self._waiting
+        keys = np.array(self._waiting)
+        under_way = view.resident(keys) | view.in_flight(keys)
+        self._waiting = keys[(self.booked[keys] > 0) & ~under_way].tolist()
+        return self._waiting or None
 
     def check_integrity(self) -> None:
         """Raise unless the bookings are those of the sets, and no set is larger than its capacity."""
