@@ -9,8 +9,11 @@ import pluggy
 
 from moebench import hookspecs
 
-FIRST_RESULT = ("route", "prefetch", "stage", "admit", "evict", "demote", "plan_reads", "order_compute")
+FIRST_RESULT = (
+    "route", "predicted", "prefetch", "cancel", "stage", "admit", "evict", "demote", "plan_reads", "order_compute",
+)  # fmt: skip
 BROADCAST = ("prepare", "begin_request", "begin_step", "end_step", "acquired")
+COUNTED = ("report",)  # broadcast too; each answer counts
 
 
 class Hooks:
@@ -20,7 +23,9 @@ class Hooks:
     """
 
     route: Callable[..., Any] | None
+    predicted: Callable[..., Any] | None
     prefetch: Callable[..., Any] | None
+    cancel: Callable[..., Any] | None
     stage: Callable[..., Any] | None
     admit: Callable[..., Any] | None
     evict: Callable[..., Any] | None

@@ -112,7 +112,10 @@ class Edge0:
             return native
         if native.weights is None or self.ops is None:
             return Routing(native.experts[:, : self.k], None)
-        return Routing(native.experts[:, : self.k], self.law.narrow(self.ops.numpy(native.weights), self.k))
+        weights = self.ops.numpy(native.weights)
+        best = np.argsort(-weights, axis=1, kind="stable")  # some routers leave their choice unsorted
+        experts, weights = (np.take_along_axis(a, best, 1) for a in (native.experts, weights))
+        return Routing(experts[:, : self.k], self.law.narrow(weights, self.k))
 
     def _compare(self, step: Step, routing: Routing, native: Routing) -> None:
         own = native.experts[step.valid, : self.k]

@@ -130,7 +130,8 @@ class Student(nn.Module):
         """Executed (ids, weights) [N, k] of one layer; rows are the flattened [B, S] of the pass."""
         k, plan = self.plan.top_k, self.plan
         total = weights.sum(-1, keepdim=True)
-        ids, kept = ids[:, :k], weights[:, :k]
+        kept, best = weights.topk(k, dim=-1)  # some routers leave their choice unsorted
+        ids = ids.gather(1, best)
         weights = kept * (total / kept.sum(-1, keepdim=True)) if self.law.renormalise else kept
         if self.mode == "predicted" and layer in plan.consumers:
             logits, used = self._prediction(layer)
@@ -159,7 +160,7 @@ class Student(nn.Module):
             return
         if self._prefill:
             if self.first_token == "heads":
-                before = executed[:, -2] if rows.shape[1] > 1 else torch.zeros_like(executed[:, -1])
+                before = executed[:, -2] * self._read if rows.shape[1] > 1 else torch.zeros_like(executed[:, -1])
                 f = torch.cat([rows[:, -1], executed[:, -1], before], -1)
                 self._next[layer + 1] = self.heads[str(layer)](f)
                 self._last[layer] = executed[:, -1]
@@ -191,6 +192,7 @@ class Student(nn.Module):
         ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts])
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
         position = (mask.cumsum(1) - 1).clamp(min=0)
+        self._read = mask[:, -2:-1] if width > 1 else mask  # whether the token before the last is no padding
         self._incremental, self._batch, self._prefill = True, batch, True
         self._now, self._next, self._last = {}, {}, {}
         cache, alive = DynamicCache(config=self.model.config), [True] * batch
