@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from moebench.geometry import Geometry
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from moebench.backends.base import Adapters, Ops
     from moebench.trace.format import Trace
 
@@ -27,13 +29,15 @@ SCOPES = ("shared", "per_layer")
 class Target:
     """The model that a system is about to serve, as it must know it to choose what it brings.
 
-    ``weights_hash`` and ``config`` (of transformers) belong to a model that computes; ``trace`` to a replay.
+    ``weights_hash``, ``config`` (of transformers) and ``selection_bias`` belong to a model that computes, ``trace`` to a
+    replay. The bias (fp32 [E] by layer, where a family has one) is what its routing law adds to choose by.
     """
 
     name: str
     geometry: Geometry
     weights_hash: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
+    selection_bias: Mapping[int, np.ndarray] = field(default_factory=dict)
     trace: Trace | None = None
 
 
@@ -92,12 +96,14 @@ class Preparation:
 
     ``options`` is a frozen dataclass of the system's own options, a default for each. ``fit(options, folder, name, out,
     progress)`` works on a model folder and returns the path of what it wrote under ``out``; ``convert(options, source,
-    folder, name, out)`` takes files that others published. ``progress(text, done, total)``.
+    folder, name, out)`` takes files that others published. ``progress(text, done, total)``. With ``geometries`` a model
+    that only replays will do as well: ``folder`` is then its geometry file.
     """
 
     options: type
     fit: Callable[[Any, Path, str, Path, Callable[[str, int, int], None]], Path]
     convert: Callable[[Any, Path, Path, str, Path], Path] | None = None
+    geometries: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,8 @@ class SystemSpec:
     object; ``fidelity(config)`` is ``exact`` (native routing is executed), ``advisory`` (native, predictions only
     prefetch) or ``altered`` (other experts run). ``timing_dependent``: decisions depend on when reads finish. ``needs``
     names artefacts or trace channels; ``baseline`` puts the system into every comparison, and so does ``oracle``, a
-    bound that no real system reaches; ``engine`` is the read engine used when none is asked for.
+    bound that no real system reaches; ``foresight(config)``: this configuration of another system is given the future
+    too; ``engine`` is the read engine used when none is asked for.
     ``equip(config, target)`` returns what the system brings (default: nothing), or raises what a user can mend;
     ``published`` are figures to stand beside the rows, ``prepare`` makes the artefacts.
     ``sizing`` says how many cache slots it gets: what the ``budget`` holds, the ``minimal`` one layer of one token
@@ -132,12 +139,17 @@ class SystemSpec:
     needs: tuple[str, ...] = ()
     baseline: bool = False
     oracle: bool = False
+    foresight: Callable[[Any], bool] = field(default=lambda config: False)
     engine: str | None = None
     sizing: str = "budget"
     scope: str = "shared"
     equip: Callable[[Any, Target], Equipment] = field(default=lambda config, target: Equipment())
     published: tuple[Published, ...] = ()
     prepare: Preparation | None = None
+
+    def foresees(self, config: Any) -> bool:
+        """Whether a run with ``config`` is given the demands to come."""
+        return self.oracle or self.foresight(config)
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z][a-z0-9_]*", self.id):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from edge0_fixtures import LAW, live, random_heads
 from engine_fixtures import costs
 from numpy_ops import NumpyOps
@@ -19,6 +20,7 @@ from moebench.engine.hooks import Hooks
 from moebench.engine.loop import Loop
 from moebench.hookspecs import hookimpl
 from moebench.residency.tier import Tier
+from moebench.routing import law_of_config
 from moebench.step import DECODE, Routing, Step
 from moebench.store.engines import open_engine
 from moebench.store.layout import QuantSpec
@@ -202,3 +204,34 @@ def test_an_untrained_head_is_the_next_layers_router():
     heads.observe(0, step, hidden, np.array([[5, 2]]))
     assert np.allclose(heads.logits([0])[0], hidden @ router.T, atol=1e-4)
     assert heads.evaluate([0], step)[1].tolist() == LAW.apply(hidden @ router.T, 2).experts.tolist()
+
+
+def test_a_selection_bias_chooses_and_does_not_weigh():
+    """Sigmoid families choose by score plus bias and weigh by score, predicted as native."""
+    model = native_model("deepseek_v3")
+    backend_bias = {0: np.zeros(8, np.float32), 1: np.linspace(-9, 9, 8, dtype=np.float32)}
+    law = law_of_config(model.config.to_dict())
+    rng = np.random.default_rng(0)
+    router, hidden = rng.standard_normal((8, 32)).astype(np.float32), rng.standard_normal((1, 32)).astype(np.float32)
+    step = Step(0, DECODE, np.zeros(1, np.int32), np.zeros(1, np.int32), np.ones(1, bool), 1)
+    chosen = {}
+    for name, bias in (("with", backend_bias), ("without", {})):
+        heads = Heads(Plan(3, 2, (1,)), {0: initial_head(router)}, 8, law, NumpyOps(), "gate", bias)
+        heads.begin(step)
+        heads.observe(0, step, hidden, np.array([[5, 2]]))
+        chosen[name] = heads.evaluate([0], step)[1].tolist()
+        heads.begin(step)
+        want = law.apply(hidden @ router.T, 2, bias.get(1))
+        assert chosen[name] == want.experts.tolist()
+        assert np.allclose(heads.routing(1, step).weights, want.weights, atol=1e-5)
+    assert set(chosen["with"][0]) == {6, 7} != set(chosen["without"][0])
+
+
+def test_the_backend_tells_the_selection_bias(tmp_path):
+    model = native_model("deepseek_v3")
+    routers = [m for m in model.modules() if hasattr(m, "e_score_correction_bias")]
+    for i, router in enumerate(routers):
+        router.e_score_correction_bias.copy_(torch.arange(8.0) + i)
+    pack = write_pack(tmp_path / "pack", TransformersSource(model, "bfloat16"), QuantSpec("none"), TorchCpuLayout())
+    told = make_backend(pack, dtype="bfloat16").selection_bias()
+    assert {layer: bias.tolist() for layer, bias in told.items()} == {i: [e + i for e in range(8)] for i in range(2)}

@@ -99,6 +99,10 @@ class Backend(ABC):
         difference.
         """
 
+    @abstractmethod
+    def selection_bias(self) -> dict[int, np.ndarray]:
+        """By MoE layer: fp32 [E] that the routing law adds to scores for choosing; empty for families without."""
+
     @property
     @abstractmethod
     def ops(self) -> Ops:

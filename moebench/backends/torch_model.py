@@ -120,6 +120,12 @@ class TransformersBackend(Backend):
         held = {t.data_ptr(): t.nbytes for t in (*self.model.parameters(), *self.model.buffers()) if not t.is_meta}
         return sum(held.values())
 
+    def selection_bias(self) -> dict[int, np.ndarray]:
+        """The routers' correction bias, by layer."""
+        routers = [router_module(self.model, name) for name in expert_modules(self.model)]
+        found = {i: getattr(router, "e_score_correction_bias", None) for i, router in enumerate(routers)}
+        return {i: bias.detach().float().numpy() for i, bias in found.items() if bias is not None}
+
     def observe_router_logits(self, callback: Callable[[int, torch.Tensor], None]) -> Callable[[], None]:
         """Call ``callback(layer, logits [N, E])`` at every MoE layer of each pass; returns a function that stops it."""
         handles = []

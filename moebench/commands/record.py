@@ -56,6 +56,14 @@ class RecordingView:
         """bool per key: none."""
         return np.zeros(len(keys), bool)
 
+    def cost(self, keys: np.ndarray) -> np.ndarray:
+        """Seconds per key: none."""
+        return np.zeros(len(keys))
+
+    def window(self, layer: int) -> float:
+        """Seconds from one layer's routing to the next: none."""
+        return 0.0
+
     def account(self, nbytes: int = 0, syncs: int = 0) -> None:
         """Work of the system's own costs nothing here."""
 
@@ -117,8 +125,14 @@ class RecordingExperts:
             hooks.stage(step, self.view)
         hooks.end_step(step, StepRecord(step, 0.0), self.view)
         numbered = dataclasses.replace(step, sequence=step.sequence + self.request)
-        channels = {f"predicted.{self.system.name}": self._ahead(self.system)} if self.system else None
-        self.recorder.add_step(numbered, self.native, channels)
+        self.recorder.add_step(numbered, self.native, self._channels(self.system) if self.system else None)
+
+    def _channels(self, system: RecordedSystem) -> dict[str, np.ndarray]:
+        """What the system says it predicted, else what it routed ahead."""
+        said = self.hooks.predicted(self.step) if self.hooks.predicted is not None else None
+        if said is None:
+            return {f"predicted.{system.name}": self._ahead(system)}
+        return {f"predicted.{name}": np.asarray(ids, np.int16) for name, ids in said.items()}
 
     def _ahead(self, system: RecordedSystem) -> np.ndarray:
         """What the pass executed where it was decided ahead, int16 [N, L, top_k], else -1."""
@@ -170,7 +184,8 @@ def record(options: RecordOptions, spec: SystemSpec | None, knobs: Any, tick: Ca
 
 def prepared(spec: SystemSpec, knobs: Any, name: str, live: Any, backend: Any, seed: int) -> RecordedSystem:
     """The system as a session would build it, with room for every expert."""
-    target = Target(name, live.geometry, live.pack.manifest.model["weights_hash"], live.config)
+    known = (live.pack.manifest.model["weights_hash"], live.config, backend.selection_bias())
+    target = Target(name, live.geometry, *known)
     equipment = spec.equip(knobs, target)
     backend.adapt(equipment.adapters)
     geometry = dataclasses.replace(live.geometry, top_k=equipment.top_k or live.geometry.top_k)

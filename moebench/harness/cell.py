@@ -87,7 +87,7 @@ def _replay(cell: Cell, registry: Registry, progress: Progress) -> Row:
     context = int(trace.position.max()) + 1
     prompts = np.unique(trace.sequence[trace.phase == PREFILL], return_counts=True)[1]
     longest = 0 if pack else int(prompts.max(initial=1))
-    future = demands(trace, config) if cell.spec.oracle else None
+    future = demands(trace, config) if cell.spec.foresees(config.knobs) else None
     equipment = cell.spec.equip(config.knobs, Target(geometry.name, geometry, trace=trace))
     repeats = config.repeats if cell.clock == "wall" else 1
     runs = []
@@ -201,7 +201,8 @@ def _live(cell: Cell, registry: Registry, progress: Progress) -> Row:
 
 def _equip(cell: Cell, model: LiveModel, backend: Any) -> Equipment:
     """What the system brings for this model; its adapters are served from here on."""
-    target = Target(cell.model, model.geometry, model.pack.manifest.model["weights_hash"], model.config)
+    known = (model.pack.manifest.model["weights_hash"], model.config, backend.selection_bias())
+    target = Target(cell.model, model.geometry, *known)
     equipment = cell.spec.equip(cell.config.knobs, target)
     backend.adapt(equipment.adapters)
     return equipment
@@ -236,7 +237,7 @@ class _sessions:
     def open(self, work: Callable[[Session], None]) -> Session:
         """A session ready for ``work``, which is run once beforehand for an oracle."""
         cell, future = self.cell, None
-        if cell.spec.oracle:
+        if cell.spec.foresees(cell.config.knobs):
             log = DemandLog()
             work(first := self._new(replace(cell, spec=RECORDING), [log]))
             first.close()

@@ -121,7 +121,8 @@ def _live(config: Edge0Config, target: Target) -> Equipment:
         held["adapters"] = found.adapters.nbytes
 
     def heads(ops: Any) -> Predictor:
-        return Heads(found.plan, found.heads, target.geometry.experts, law, ops, first_token)
+        bias = target.selection_bias
+        return Heads(found.plan, found.heads, target.geometry.experts, law, ops, first_token, bias)
 
     one = held.get("predictor", 0) // len(found.heads)
     content = Content(law, found.plan if config.prerouter else None, one, heads)
