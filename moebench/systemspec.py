@@ -29,8 +29,8 @@ SCOPES = ("shared", "per_layer")
 class Target:
     """The model that a system is about to serve, as it must know it to choose what it brings.
 
-    ``weights_hash``, ``config`` (of transformers) and ``selection_bias`` belong to a model that computes, ``trace`` to a
-    replay. The bias (fp32 [E] by layer, where a family has one) is what its routing law adds to choose by.
+    ``weights_hash``, ``config`` (of transformers) and ``selection_bias`` belong to a model that computes, ``trace`` to
+    a replay. The bias (fp32 [E] by layer, where a family has one) is what its routing law adds to choose by.
     """
 
     name: str
