@@ -47,6 +47,23 @@ def test_every_spec_yields_a_valid_trace(*, experts, share, skew, persistence, l
         assert np.allclose(weights.sum(axis=-1), 1, atol=0.01)
 
 
+def test_another_text_is_other_requests_to_the_same_model():
+    """Layers keep their popular experts and sequences differ; another seed is another model."""
+
+    def popularity(spec):
+        trace = synthesize(spec)
+        layer = np.arange(spec.layers) * spec.experts
+        counts = np.bincount((layer[None, :, None] + trace.experts).ravel(), minlength=spec.layers * spec.experts)
+        return counts.astype(float), trace.hash
+
+    spec = replace(SMALL, sequences=12, topic_share=0.3)
+    (own, first), (other, second), (foreign, _) = (
+        popularity(s) for s in (spec, replace(spec, text=1), replace(spec, seed=1))
+    )
+    assert first != second
+    assert np.corrcoef(own, other)[0, 1] > np.corrcoef(own, foreign)[0, 1] + 0.5
+
+
 def test_switched_off_it_is_at_chance():
     for trace in (synthesize(FLAT), uniform(FLAT)):
         for lag in (1, 4):

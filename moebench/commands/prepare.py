@@ -26,7 +26,7 @@ class PrepareWords:
     """What is prepared for which model."""
 
     system: str = dataclasses.field(metadata={"help": "system whose artefact is made; its own options follow"})
-    model: str = option("tinymoe", "tinymoe or a model folder")
+    model: str = option("tinymoe", "tinymoe, a model folder, or a geometry where the system learns from routing alone")
     out: str = option("", "folder that gets the artefact's own folder; empty: artefacts/SYSTEM in moebench's folder")
     import_: str = option("", "folder of files that others published, converted instead of fitted")
 
@@ -56,7 +56,7 @@ def main(words: Sequence[str]) -> int:
         raise UsageError(f"system {chosen.system} imports nothing")
     if source is not None and not source.is_dir():
         raise UsageError(f"import={chosen.import_} is not a folder")
-    name, folder = _model(chosen.model)
+    name, folder = _model(chosen.model, how, registry)
     out = writable_folder(chosen.out or home() / "artefacts" / chosen.system)
     if source is not None and how.convert is not None:
         made = how.convert(options, source, folder, name, out)
@@ -83,12 +83,14 @@ def _preparation(system: str, registry: Registry) -> Preparation:
     return how
 
 
-def _model(model: str) -> tuple[str, Path]:
-    """Name and folder of a model that computes."""
+def _model(model: str, how: Preparation, registry: Registry) -> tuple[str, Path]:
+    """Name and folder of a model that computes, or name and file of a geometry where the system takes one."""
     from moebench.harness.plan import EMBEDDED, embedded_folder
 
     if model == EMBEDDED:
         return EMBEDDED, embedded_folder()
+    if how.geometries and model in registry.models:
+        return model, registry.model_path(model)
     folder = Path(model).expanduser()
     if not (folder / "config.json").is_file():
         raise UsageError(f"model={model} is neither {EMBEDDED} nor a model folder: it has no config.json")

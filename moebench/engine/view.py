@@ -50,6 +50,11 @@ class View:
         """
         self._experts.timeline.system_work(nbytes, syncs)
 
+    @property
+    def reading_ahead(self) -> bool:
+        """Whether room is being made for a prefetch rather than for a demand."""
+        return self._experts._reading_ahead
+
     def resident(self, keys, tier: str | None = None) -> np.ndarray:
         """Per key (bool): complete in ``tier`` (the fastest when None)."""
         return self._experts.tier(tier).resident(keys)

@@ -8,7 +8,7 @@ import numpy as np
 class Draws:
     """Integers from PCG64's raw stream, which numpy keeps stable across versions."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int | list[int]) -> None:
         self.bits = np.random.PCG64(seed)
 
     def raw(self, shape) -> np.ndarray:

@@ -20,7 +20,7 @@ from moebench.trace.format import Trace
 BLOCK = 64  # steps drawn at a time, to bound memory
 UNIT = 1 << 16  # resolution of probabilities
 DRAWS = 1 << 14  # resolution of the Zipf laws
-SIZES = ("layers", "experts", "top_k", "sequences", "prefill", "decode", "seed")
+SIZES = ("layers", "experts", "top_k", "sequences", "prefill", "decode", "seed", "text")
 FITTED_TO = {
     "previous-token recall 35.4 % (Qwen3.6-35B-A3B)": "github.com/Helldez/BigMoeOnEdge docs/expert-prediction.md",
     "at 48x128: token overlap 42.7 % (Qwen3-30B-A3B)": "github.com/gajsanders/moe-trace docs/findings/006",
@@ -37,7 +37,8 @@ class SyntheticSpec:
     held d tokens ago, d in 1..``memory`` with weight 1/d. Sequences roam among ``topics_per_sequence`` of ``topics``
     topics, redrawn with probability ``topic_rate`` a token; ``topic_share`` of new draws are the topic's, the rest are
     common to all. ``layer_link`` is the share of slots that follow the layer before. Each of ``sequences`` has
-    ``prefill`` then ``decode`` tokens.
+    ``prefill`` then ``decode`` tokens. ``seed`` stands for the model; another ``text`` gives the same model other
+    requests to answer.
     """
 
     layers: int = 40
@@ -57,6 +58,7 @@ class SyntheticSpec:
     topic_share: float = 0.8
     layer_link: float = 0.75
     seed: int = 0
+    text: int = 0
 
     def __post_init__(self) -> None:
         for name in ("layers", "experts", "top_k", "sequences", "memory", "topics", "topics_per_sequence"):
@@ -71,6 +73,8 @@ class SyntheticSpec:
             raise ValueError(f"synthetic trace: reach {self.reach} leaves {self.drawn} experts for top_k {self.top_k}")
         if self.topics_per_sequence > self.topics:
             raise ValueError(f"synthetic trace: topics_per_sequence exceeds the {self.topics} topics")
+        if self.text < 0:
+            raise ValueError(f"synthetic trace: text must be at least 0, got {self.text}")
         if not 0 <= self.skew <= 4 or self.prefill < 0 or self.decode < 0 or not self.prefill + self.decode:
             raise ValueError("synthetic trace: skew must lie in 0..4, and prefill + decode be at least one token")
 
@@ -102,6 +106,9 @@ def synthesize(spec: SyntheticSpec) -> Trace:
     by_topic = draw.permutations(spec.topics, spec.experts)
     own_topics = draw.permutations(lanes, spec.topics)[:, : spec.topics_per_sequence]
     zipf = _zipf_tables(spec, draw)
+    if spec.text:
+        draw = Draws([spec.seed, spec.text])
+        own_topics = draw.permutations(lanes, spec.topics)[:, : spec.topics_per_sequence]
     lags = _lag_table(spec)
     topic = own_topics[:, 0].copy()
     concepts = np.empty((steps, lanes * layers * k), np.int16)
