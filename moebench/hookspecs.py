@@ -67,8 +67,18 @@ def route(step, layer, hidden, native, view):
 
 
 @hookspec(firstresult=True)
+def predicted(step):
+    """While a trace is recorded, after a pass: return what was predicted for it, channel name -> int [N, L, k]."""
+
+
+@hookspec(firstresult=True)
 def prefetch(step, point, view):
     """Return expert keys to read ahead at ``point`` ("begin", a layer index, or "end"), most urgent first, or None."""
+
+
+@hookspec(firstresult=True)
+def cancel(step, layer, view):
+    """The layer's demand is known: return keys whose reads ahead are stale; those that have not begun are dropped."""
 
 
 @hookspec(firstresult=True)

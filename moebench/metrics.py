@@ -62,7 +62,7 @@ class Metrics:
         self.hits += sum(record.hits)
         self.late += sum(record.late)
         self.demand_reads += record.demand_reads
-        self.prefetch_reads += record.prefetch_reads
+        self.prefetch_reads += record.prefetch_reads - record.cancelled
         self.evictions += record.evictions
         self.read_bytes += record.read_bytes
         self.bytes += self.storage_bytes() - self._before

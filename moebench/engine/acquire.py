@@ -94,6 +94,10 @@ class Experts(Movement):
         joined = sum(slots[k] >= 0 for k in keys) - sum(ready)
         record.requests[layer], record.hits[layer], record.late[layer] = len(keys), sum(ready), joined
         self.hooks.acquired(self.step, layer, keys, ready, self.view)
+        if self.in_flight and self.hooks.cancel is not None:
+            stale = self.hooks.cancel(self.step, layer, self.view)
+            if stale is not None:
+                self._cancel([k for k in np.asarray(stale, np.int64).tolist() if k not in keys])
         if self._timed:
             record.harness_s += time.perf_counter() - started
         rows_each = pairs / max(1, len(keys))

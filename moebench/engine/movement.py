@@ -169,14 +169,49 @@ class Movement:
         if key in self.loading:
             self.timeline.promote(self.loading[key])
 
+    def _cancel(self, keys: Sequence[int]) -> None:
+        """Take back the prefetches of ``keys`` that have not begun: their slots are free, their bytes never read."""
+        for key in keys:
+            if (ticket := self.in_flight.get(key)) is None:
+                continue
+            read = self.loading.get(key)
+            if self.timeline.cancel(read or ticket, ticket if read else None):
+                self._forget(key)
+                self.record.cancelled += 1
+                self.record.copies -= read is not None
+                self.record.read_bytes -= (read or ticket).nbytes
+
+    def _forget(self, key: int) -> None:
+        """Free the slots of a transfer that brings nothing."""
+        if self.in_flight.pop(key, None) is not None:
+            self.device.drop((key,))
+        if self.loading.pop(key, None) is not None:
+            self.host.drop((key,))
+
+    def _lost(self, key: int, read: Ticket) -> bool:
+        """Free the slots of a failed transfer; True if it was a prefetch, which is read again where the wave needs it.
+
+        An error of a demand is for the caller to raise.
+        """
+        self._forget(key)
+        if read.priority != PREFETCH:
+            return False
+        self.record.lost += 1
+        if key in self._wave:
+            self._fetch([key], DEMAND)
+            self.record.demand_reads += 1
+            self._await(key)
+        return True
+
     def _await(self, key: int) -> None:
-        """Wait for one transfer into the device tier and mark its slot ready; an error frees the slot."""
+        """Wait for one transfer into the device tier and mark its slot ready; a failed demand raises."""
         ticket = self.in_flight[key]
+        read = self.loading.get(key, ticket)
         try:
             stall = self.timeline.wait(ticket)
-        except BaseException:
-            self.device.drop((key,))
-            del self.in_flight[key]
+        except Exception:
+            if self._lost(key, read):
+                return
             raise
         self.record.stall_s += stall
         del self.in_flight[key]
@@ -191,8 +226,15 @@ class Movement:
             self._landed(key)
 
     def _landed(self, key: int) -> None:
-        ticket = self.loading.pop(key)
-        self.record.stall_s += self.timeline.wait(ticket)
+        """Wait for one read into the host tier and mark its slot ready; a failed demand raises."""
+        read = self.loading[key]
+        try:
+            self.record.stall_s += self.timeline.wait(read)
+        except Exception:
+            if self._lost(key, read):
+                return
+            raise
+        del self.loading[key]
         self.host.complete(key)
 
     def _prefetch(self, point: int | str) -> None:

@@ -13,7 +13,7 @@ class StepRecord:
 
     A request is one distinct (window, layer, expert). ``hits`` had their bytes ready at acquire, ``late`` were in
     flight and joined, the rest missed. ``read_bytes`` are bytes asked of storage by demand and prefetch; a joined read
-    counts once.
+    counts once, a cancelled one is taken off again.
     """
 
     step: Step
@@ -23,6 +23,8 @@ class StepRecord:
     harness_s: float = 0.0  # host time spent deciding, measured clocks only
     demand_reads: int = 0
     prefetch_reads: int = 0
+    cancelled: int = 0  # of the prefetches, those taken back before they began
+    lost: int = 0  # prefetches that failed, and harmed nobody
     read_bytes: int = 0
     copies: int = 0
     evictions: int = 0

@@ -108,9 +108,8 @@ def open_session(
         if engine is not None:
             engine.close()
         raise
-    run = RunContext(
-        geometry, sizes.device, config.scope, config.seed, future if spec.oracle else None, batch, ops, equipment
-    )
+    foreseen = future if spec.foresees(config.knobs) else None
+    run = RunContext(geometry, sizes.device, config.scope, config.seed, foreseen, batch, ops, equipment)
     metrics = Metrics(warmup_tokens, lambda: timeline.storage_bytes)
     watch = StateWatch(ledger, geometry, kv_bytes)
     try:

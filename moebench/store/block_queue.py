@@ -89,6 +89,16 @@ class BlockQueue:
                 request.priority = DEMAND
                 self._levels[DEMAND].append(request)
 
+    def cancel(self, key: int, error: Exception) -> ReadRequest | None:
+        """Take out a prefetch of ``key`` if no thread has taken a block of it; None where there is none such."""
+        with self._changed:
+            for request in self._levels[PREFETCH]:
+                if request.key == key and not (request.reading or request.nbytes):
+                    self._drop(request, error)
+                    self._open.discard(request)
+                    return request
+            return None
+
     def close(self, error: Exception) -> list[ReadRequest]:
         """Refuse new requests and drop waiting blocks; returns the requests that no thread is reading."""
         with self._changed:

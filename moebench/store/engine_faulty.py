@@ -82,6 +82,10 @@ class FaultyEngine(ReadEngine):
         """Raise a queued read of ``key`` to demand priority."""
         self._inner.promote(key)
 
+    def cancel(self, key: int) -> bool:
+        """Take back a queued prefetch of ``key``."""
+        return self._inner.cancel(key)
+
     def close(self) -> None:
         """Close the inner engine; every future handed out is done afterwards."""
         self._inner.close()

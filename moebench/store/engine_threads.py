@@ -72,6 +72,14 @@ class ThreadEngine(ReadEngine):
         """Raise a queued read of ``key`` to demand priority; blocks already taken by a thread are not affected."""
         self._queue.promote(key)
 
+    def cancel(self, key: int) -> bool:
+        """Take back a queued prefetch of ``key`` that no thread has begun."""
+        error = StoreError(f"{self.pack.where(key)}: the read was cancelled before it began")
+        if (request := self._queue.cancel(key, error)) is None:
+            return False
+        request.future.set_exception(error)
+        return True
+
     def close(self) -> None:
         """Let threads finish their block, fail all that is not complete then, join the threads, close the file."""
         error = StoreError(f"{self.pack.file_path}: engine {self.name} was closed before the expert was read")

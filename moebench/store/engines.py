@@ -46,6 +46,13 @@ class ReadEngine(ABC):
     def promote(self, key: int) -> None:
         """Raise a queued read of ``key`` to demand priority; no effect when it is done."""
 
+    def cancel(self, key: int) -> bool:
+        """Take back a prefetch of ``key`` of which no block was begun: its future fails and its buffer is free.
+
+        False where it goes on, as it always does for an engine that keeps no queue.
+        """
+        return False
+
     @abstractmethod
     def close(self) -> None:
         """Finish what is being read, fail what is queued, and release threads and files; safe to call twice."""

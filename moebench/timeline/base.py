@@ -58,6 +58,13 @@ class Timeline(ABC):
         """Give a prefetch the priority of demand: the loop is about to wait for it."""
 
     @abstractmethod
+    def cancel(self, read: Ticket, copy: Ticket | None) -> bool:
+        """Take back a prefetch that storage has not begun, and the ``copy`` that waits for it.
+
+        True if nothing of it was or will be read: its slots may be reused. False if it goes on.
+        """
+
+    @abstractmethod
     def wait(self, ticket: Ticket) -> float:
         """Wait for one transfer; returns the seconds stalled. Raises the transfer's own error."""
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from moebench.store.engines import ReadEngine
+from moebench.store.engines import ReadEngine, StoreError
 from moebench.timeline.base import Ticket
 from moebench.timeline.costs import Costs
 from moebench.timeline.virtual import VirtualTimeline
@@ -48,6 +49,18 @@ class FilledTimeline(VirtualTimeline):
         stall = super().wait(ticket)
         self._finish(ticket)
         return stall
+
+    def cancel(self, read: Ticket, copy: Ticket | None) -> bool:
+        """Take back the modeled read; the real one too, or wait until nobody writes into its slot any more."""
+        if not super().cancel(read, copy):
+            return False
+        real = self._real.pop(read)
+        if copy is not None:
+            del self._real[copy]
+        if not self.engine.cancel(read.key):
+            with contextlib.suppress(StoreError):  # nobody wants its bytes
+                real()
+        return True
 
     def close(self) -> None:
         """Stop the engine."""

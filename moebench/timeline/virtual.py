@@ -28,6 +28,7 @@ class VirtualTimeline(Timeline):
         self._swept = 0.0  # prefetch service is simulated up to here
         self._queue: deque[Ticket] = deque()  # prefetch reads waiting or under way, in order
         self._left: dict[Ticket, float] = {}  # seconds of service each still needs
+        self._begun: Ticket | None = None  # the one at the head that was served in part
         self._towards: dict[Ticket, str] = {}
         self._link_free = {"host": 0.0, "device": 0.0}  # the link carries both directions at once
         self._memory_free = 0.0
@@ -104,7 +105,7 @@ class VirtualTimeline(Timeline):
                 del self._left[ticket]
                 ticket.done_s = start
             else:
-                self._left[ticket] = need - used
+                self._left[ticket], self._begun = need - used, ticket
         self._swept = max(self._swept, until)
 
     def promote(self, ticket: Ticket) -> None:
@@ -116,6 +117,19 @@ class VirtualTimeline(Timeline):
             self._queue.remove(source)
             source.done_s = max(self._now, self._demand_free) + left
             self._demand_free = source.done_s
+
+    def cancel(self, read: Ticket, copy: Ticket | None) -> bool:
+        """Take a prefetch out of the queue while none of it was served."""
+        self._sweep(self._now)
+        if read not in self._left or read is self._begun:
+            return False
+        self._queue.remove(read)
+        del self._left[read]
+        self._pages.pop(read.key, None)
+        self.storage_bytes -= read.nbytes
+        if copy is not None:
+            del self._towards[copy]
+        return True
 
     def _from_page_cache(self, key: int) -> bool:
         """Whether the page cache holds the expert; it does afterwards (least recently used go first)."""

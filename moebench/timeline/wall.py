@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 
@@ -64,6 +64,14 @@ class WallTimeline(Timeline):
         """Move a queued read to the front."""
         if ticket.priority != DEMAND:
             self.engine.promote(ticket.key)
+
+    def cancel(self, read: Ticket, copy: Ticket | None) -> bool:
+        """Take a queued read back from the engine; a copy that waits for it ends with it."""
+        if read.priority == DEMAND or not self.engine.cancel(read.key):
+            return False
+        if copy is not None and not copy.handle.cancel():
+            wait([copy.handle])  # the copier had begun to wait for the read, and moves nothing now
+        return True
 
     def wait(self, ticket: Ticket) -> float:
         """Block until the transfer ended; returns the seconds it took and raises its error."""
