@@ -4,20 +4,23 @@ never changes an output bit, and requests do not touch each other.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from edge0_fixtures import LAW, live, random_heads
-from engine_fixtures import costs
+from engine_fixtures import Watch, costs, make_experts
 from numpy_ops import NumpyOps
 from torch_models import make_backend, native_model
 
 from moebench.backends.torch_bytes import TorchCpuLayout
 from moebench.backends.torch_ops import TorchOps
 from moebench.backends.torch_source import TransformersSource
+from moebench.commands.record import RecordedSystem, RecordingExperts
 from moebench.engine.acquire import Experts
 from moebench.engine.hooks import Hooks
-from moebench.engine.loop import Loop
+from moebench.engine.loop import Loop, replay
 from moebench.hookspecs import hookimpl
 from moebench.residency.tier import Tier
 from moebench.routing import law_of_config
@@ -26,9 +29,11 @@ from moebench.store.engines import open_engine
 from moebench.store.layout import QuantSpec
 from moebench.store.pages import aligned_buffer
 from moebench.store.writer import write_pack
-from moebench.systems.edge0 import Edge0Config
+from moebench.systems.edge0 import Edge0, Edge0Config
+from moebench.systems.edge0.equipment import equip
 from moebench.systems.edge0.heads import Plan, consumers_from, head_parameters, initial_head
 from moebench.systems.edge0.predictor import Heads
+from moebench.systemspec import RunContext, Target
 from moebench.timeline.filled import FilledTimeline
 from moebench.timeline.wall import WallTimeline
 
@@ -235,3 +240,29 @@ def test_the_backend_tells_the_selection_bias(tmp_path):
     pack = write_pack(tmp_path / "pack", TransformersSource(model, "bfloat16"), QuantSpec("none"), TorchCpuLayout())
     told = make_backend(pack, dtype="bfloat16").selection_bias()
     assert {layer: bias.tolist() for layer, bias in told.items()} == {i: [e + i for e in range(8)] for i in range(2)}
+
+
+@pytest.mark.parametrize("fill", ["staged_sync", "overlap", "eager"])
+@pytest.mark.parametrize("first_token", ["gate", "heads"])
+def test_a_recorded_run_replays_as_it_ran(lab, fill, first_token):
+    """The channel takes the heads' place: the same demands at the same layers, and the same hits and late joins."""
+    plan = lab.plan(first_token=first_token)
+    prompts = PROMPTS[:2]
+    recorded = RecordedSystem("edge0", Hooks([lab.system(plan)]), replace(lab.geometry, top_k=2))
+    recording = RecordingExperts(lab.pack, aligned_buffer(lab.pack.slot_bytes), recorded)
+    loop = Loop(lab.backend, recording, 4)
+    for recording.request, prompt in enumerate(prompts):
+        loop.generate([prompt], TOKENS)
+    trace = recording.recorder.trace({"model": "lab", "experts": EXPERTS, "source": "test"})
+    ran, replayed = Watch(), Watch()
+    lab.run([lab.system(plan, 12, fill=fill), ran], [[prompt] for prompt in prompts], 12, clock="virtual")
+    config = Edge0Config(fill=fill)
+    equipment = equip(config, Target("lab", lab.geometry, trace=trace))
+    system = Edge0(config, RunContext(replace(lab.geometry, top_k=2), 12, "shared", equipment=equipment))
+    experts = make_experts([system, replayed], slots=12, geometry=lab.geometry)
+    replay(trace, experts, chunk=4)
+    assert [event[:2] for event in ran.events] == [event[:2] for event in replayed.events]
+    # after a request's last token heads stage for one that never comes, which no trace knows of
+    first = LAYERS * (2 + TOKENS - 1)
+    assert ran.events[:first] == replayed.events[:first]
+    assert system.report()["predicted_layers"] == 2 * 2 * (TOKENS - (2 if first_token == "gate" else 1))
