@@ -125,7 +125,8 @@ class SystemSpec:
     ``published`` are figures to stand beside the rows, ``prepare`` makes the artefacts.
     ``sizing`` says how many cache slots it gets: what the ``budget`` holds, the ``minimal`` one layer of one token
     needs, or ``full``, all experts, loaded before the first request; ``scope`` whether layers share them (``shared``)
-    or own equal parts (``per_layer``) where the run does not say.
+    or own equal parts (``per_layer``) where the run does not say. ``late_eviction(config)``: the reads of a demand are
+    issued before its victims are chosen, into host slots, or on one memory into a slot of each pool that is kept free.
     """
 
     id: str
@@ -143,6 +144,7 @@ class SystemSpec:
     engine: str | None = None
     sizing: str = "budget"
     scope: str = "shared"
+    late_eviction: Callable[[Any], bool] = field(default=lambda config: False)
     equip: Callable[[Any, Target], Equipment] = field(default=lambda config, target: Equipment())
     published: tuple[Published, ...] = ()
     prepare: Preparation | None = None

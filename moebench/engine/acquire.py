@@ -187,11 +187,10 @@ class Experts(Movement):
                 if sorted(planned) != sorted(missing):
                     raise PluginError(f"plan_reads returned {planned} for {missing}; it may only reorder")
                 missing = planned
-            if self._make_room(layer, len(missing), wait=True) < len(missing):
-                raise PluginError(
-                    f"evict held back too much: layer {layer} demands {len(missing)} experts that find no slot"
-                )
-            self._fetch(missing, DEMAND)
+            short = self._fetch_late(layer, missing) if self.late_eviction else len(missing)
+            if self._make_room(layer, short, wait=True) < short:
+                raise PluginError(f"evict held back too much: layer {layer} demands {short} experts that find no slot")
+            self._fetch(missing[len(missing) - short :], DEMAND)
             self.record.demand_reads += len(missing)
         return joined + missing
 
@@ -199,6 +198,7 @@ class Experts(Movement):
         now = self.timeline.now()
         if self._last is not None:
             before, then = self._last
-            old = self.windows[before]
-            self.windows[before] = now - then if old == 0.0 else old + WINDOW_WEIGHT * (now - then - old)
+            windows = self.windows[self.step.phase]
+            old = windows[before]
+            windows[before] = now - then if old == 0.0 else old + WINDOW_WEIGHT * (now - then - old)
         self._last = (layer, now)

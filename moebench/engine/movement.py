@@ -15,7 +15,7 @@ from moebench.engine.record import StepRecord
 from moebench.engine.view import View
 from moebench.geometry import Geometry
 from moebench.residency.tier import Tier
-from moebench.step import Step
+from moebench.step import PHASES, Step
 from moebench.timeline.base import DEMAND, PREFETCH, Ticket, Timeline
 
 WINDOW_WEIGHT = 0.2
@@ -29,22 +29,29 @@ class Movement:
     """Tiers and what is on its way into them.
 
     ``tiers`` is one tier, or (device, host): then every read lands in a host slot and is copied up, so that the host
-    slots are staging area and, with ``keep_evicted``, victim cache in one.
+    slots are staging area and, with ``keep_evicted``, victim cache in one. With ``late_eviction`` the reads of a demand
+    are issued before its victims are asked for.
     """
 
     def __init__(
-        self, geometry: Geometry, tiers: Sequence[Tier], timeline: Timeline, hooks: Hooks, keep_evicted: bool = False
+        self,
+        geometry: Geometry,
+        tiers: Sequence[Tier],
+        timeline: Timeline,
+        hooks: Hooks,
+        keep_evicted: bool = False,
+        late_eviction: bool = False,
     ) -> None:
         self.geometry, self.tiers, self.timeline, self.hooks = geometry, list(tiers), timeline, hooks
         self.device = self.tiers[0]
         self.host = self.tiers[1] if len(self.tiers) > 1 else None
-        self.keep_evicted = keep_evicted
+        self.keep_evicted, self.late_eviction = keep_evicted, late_eviction
         self.in_flight: dict[int, Ticket] = {}  # transfers into the device tier
         self.loading: dict[int, Ticket] = {}  # reads into the host tier
         self.temporary: set[int] = set()
         self._wave: set[int] = set()
         self._reading_ahead = False  # a prefetch never waits and never copies victims down
-        self.windows = [0.0] * geometry.layers
+        self.windows = [[0.0] * geometry.layers for _ in PHASES]
         self.read_estimate_s = self.copy_estimate_s = 0.0
         self.view = View(self)
         self.step: Step | None = None
@@ -126,7 +133,10 @@ class Movement:
         while not self.host.free_slots(layer):
             candidates = self.host.evictable(layer)
             candidates = candidates[np.array([k not in self.in_flight for k in candidates.tolist()], bool)]
-            doubled = candidates[self.device.slot_of[candidates] >= 0]
+            above = self.device.slot_of[candidates] >= 0
+            doubled = candidates[above]
+            if self.late_eviction:  # what the wave has just read waits here for its device slot
+                candidates = candidates[above | np.array([k not in self._wave for k in candidates.tolist()], bool)]
             if len(doubled):  # the device holds it too: nothing is lost
                 self.host.drop(doubled[:1].tolist())
             elif len(candidates):
@@ -151,18 +161,39 @@ class Movement:
             self.record.read_bytes += sum(t.nbytes for t in tickets)
             return
         for key in keys:
-            if key not in self.host:
-                if not self._host_room(key):
-                    raise PluginError("the host tier has no slot that may be reused; raise budget=")
-                (ticket,) = timeline.read([key], [self.host.take(key)], self.host.name, priority)
-                self.loading[key] = ticket
-                self.record.read_bytes += ticket.nbytes
-            elif key in self.loading and priority == DEMAND:
-                self.timeline.promote(self.loading[key])
+            self._load(key, priority)
             after = self.loading.get(key)
             source = (self.host.name, self.host.slot(key))
             self.in_flight[key] = timeline.copy(key, source, (device.name, device.take(key)), after)
             self.record.copies += 1
+
+    def _load(self, key: int, priority: int) -> None:
+        """See to it that an expert is in the host tier or on its way there."""
+        if key not in self.host:
+            if not self._host_room(key):
+                raise PluginError("the host tier has no slot that may be reused; raise budget=")
+            (ticket,) = self.timeline.read([key], [self.host.take(key)], self.host.name, priority)
+            self.loading[key] = ticket
+            self.record.read_bytes += ticket.nbytes
+        elif key in self.loading and priority == DEMAND:
+            self.timeline.promote(self.loading[key])
+
+    def _fetch_late(self, layer: int, keys: list[int]) -> int:
+        """Issue what reads of a demand can start before its victims are known, then choose victims; returns how many
+        of ``keys``, the last ones, still have to be fetched.
+
+        With a host tier all reads go there. With one memory a read needs its slot at once: it takes one that was kept
+        free, and the choice of victims frees the next one.
+        """
+        if self.host is not None:
+            for key in keys:
+                self._load(key, DEMAND)
+            return len(keys)
+        early = keys[: self.device.free_slots(layer)]
+        self._fetch(early, DEMAND)
+        rest = len(keys) - len(early)
+        self._make_room(layer, rest + 1, wait=False)
+        return rest
 
     def _promote(self, key: int) -> None:
         self.timeline.promote(self.in_flight[key])

@@ -114,7 +114,8 @@ def open_session(
     watch = StateWatch(ledger, geometry, kv_bytes)
     try:
         hooks = Hooks([spec.make(config.knobs, run), metrics, watch, *observers])
-        experts = Experts(geometry, tiers, timeline, hooks, keep_evicted=sizes.host > staging_slots(geometry))
+        keep_evicted, late = sizes.host > staging_slots(geometry), spec.late_eviction(config.knobs)
+        experts = Experts(geometry, tiers, timeline, hooks, keep_evicted, late)
         if isinstance(timeline, VirtualTimeline):
             experts.read_estimate_s, experts.copy_estimate_s = timeline.costs.read_s[1], timeline.costs.copy_s
         hooks.prepare(run)

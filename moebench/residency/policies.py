@@ -45,6 +45,9 @@ class Policy:
         self.events = 0
         self.rank = np.arange(self.keys, dtype=np.int64)
 
+    def begin_request(self) -> None:
+        """Another request begins: what a policy counts within requests starts anew; what is resident stays."""
+
     def access(self, keys: Sequence[int] | np.ndarray, hits: Sequence[bool] | np.ndarray) -> None:
         """Take note of one event; an event without keys is none."""
         if len(keys):

@@ -7,13 +7,14 @@ keys and slots; knows no bytes and no time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from moebench.residency.policies import CAUSAL, POLICIES, PolicyError, make_policy
+from moebench.residency.policies import CAUSAL, POLICIES, Policy, PolicyError, make_policy
 from moebench.residency.tier import SCOPES
 from moebench.step import ABSENT, DECODE
 from moebench.trace.format import Trace
@@ -23,12 +24,16 @@ REFETCH_STEPS = 5
 
 @dataclass(frozen=True, eq=False)
 class Events:
-    """Demands of a trace in order: in step ``step[i]`` layer ``layer[i]`` asks for ``keys[i]`` (ascending)."""
+    """Demands of a trace in order: in step ``step[i]`` layer ``layer[i]`` asks for ``keys[i]`` (ascending).
+
+    ``request[i]`` says of which sequence, counted from 0.
+    """
 
     keys: list[np.ndarray]  # int64 flat keys
     layer: list[int]
     step: list[int]
     decode: list[bool]
+    request: list[int]
     layers: int
     experts: int
     top_k: int
@@ -59,11 +64,14 @@ def events(trace: Trace, chunk: int = 128) -> Events:
     steps = heads // trace.layers
     decodes = np.zeros(int(step[-1]) + 1 if trace.tokens else 0, bool)
     decodes[step] = decode
+    requests = np.zeros(len(decodes), np.int64)
+    requests[step] = np.searchsorted(trace.sequence_starts, rows, side="right") - 1
     return Events(
         keys=np.split(keys, cuts) if len(keys) else [],
         layer=(heads % trace.layers).tolist(),
         step=steps.tolist(),
         decode=decodes[steps].tolist(),
+        request=requests[steps].tolist(),
         layers=trace.layers,
         experts=trace.expert_count,
         top_k=trace.top_k,
@@ -94,7 +102,7 @@ class CacheResult:
 
 def replay(
     trace: Trace | Events,
-    policy: str,
+    policy: str | Callable[..., Policy],
     slots: int,
     scope: str = "shared",
     *,
@@ -105,7 +113,8 @@ def replay(
 ) -> CacheResult:
     """Run ``policy`` with ``slots`` slots in all, starting empty; ``victims`` keeps the list of who left at each event.
 
-    ``per_layer`` gives each layer ``slots // layers``. A bypassing policy keeps up to ``slots`` experts and uses
+    ``policy`` is a name, or makes one out of the arguments of ``make_policy``. ``per_layer`` gives each layer
+    ``slots // layers``. A bypassing policy keeps up to ``slots`` experts and uses
     temporary slots beyond them. An event larger than its slots runs in waves, what is resident first. Fewer slots than
     one token's demand are an error that states the minimum.
     """
@@ -121,12 +130,19 @@ def replay(
     total = todo.layers * todo.experts
     if policy in POLICIES and "future" in POLICIES[policy].OPTIONS:
         options = {"future": todo.keys, **options}
-    chosen = make_policy(policy, total, room * pools, todo.layers, seed=seed, pools=pools, **options)
+    make = partial(make_policy, policy) if isinstance(policy, str) else policy
+    chosen = make(total, room * pools, todo.layers, seed=seed, pools=pools, **options)
     cache = _Cache(total, room, pools)
     log: list[list[int]] = []
     requests = hits = evictions = refetches = decode_requests = decode_hits = 0
     left = np.full(total, -REFETCH_STEPS - 1, np.int64)  # step in which a key last left, or was not kept
-    for keys, layer, step, decode in zip(todo.keys, todo.layer, todo.step, todo.decode, strict=True):
+    served = 0
+    for keys, layer, step, decode, request in zip(
+        todo.keys, todo.layer, todo.step, todo.decode, todo.request, strict=True
+    ):
+        if request != served:
+            chosen.begin_request()
+            served = request
         ready = cache.resident[keys]
         found = int(ready.sum())
         chosen.access(keys, ready)
@@ -148,7 +164,7 @@ def replay(
         if victims:
             log.append(gone)
     return CacheResult(
-        policy=policy,
+        policy=policy if isinstance(policy, str) else type(chosen).__name__.lower(),
         scope=scope,
         slots=room * pools,
         requests=requests,
