@@ -18,11 +18,15 @@ BF16 = 2
 
 @dataclass(frozen=True)
 class StorageUse:
-    """How experts lie on storage and how they are read: pieces per expert, bytes of each, page cache or not."""
+    """How experts lie on storage and how they are read: pieces per expert, bytes of each, page cache or not.
+
+    ``in_place``: the system computes on the mapping itself and loads nothing into slots.
+    """
 
     pieces: tuple[int, ...]  # bytes of each separate read that one expert takes
     engine: str  # "direct" bypasses the page cache; "pread" and "mmap" go through it
     page_cache_bytes: int = 0
+    in_place: bool = False
 
 
 def pieces(geometry: Geometry, layout: str, engine: str) -> tuple[int, ...]:
@@ -84,7 +88,7 @@ def build(
         expert_bytes=geometry.expert_bytes,
         read_s=read_s,
         block_s=min(1.0, BLOCK_BYTES / read_bytes) * read_s[1],
-        load_host_s=0.0 if use.engine == "mmap" else stack.per_load_ms * 1e-3,  # a mapping issues no loads
+        load_host_s=0.0 if use.in_place else stack.per_load_ms * 1e-3,
         cached_s=2 * geometry.expert_bytes / (profile.dram_gb_s * GB),
         page_cache_bytes=0 if use.engine == "direct" else use.page_cache_bytes,
         copy_s=copy_s,

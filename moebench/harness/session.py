@@ -94,7 +94,8 @@ def open_session(
             timeline: Any = WallTimeline(engine, buffer)
         else:
             cache = cost_model.page_cache_bytes(profile, ledger.total_bytes + state)
-            use = cost_model.StorageUse(cost_model.pieces(geometry, config.layout, cell.engine), cell.engine, cache)
+            extents = cost_model.pieces(geometry, config.layout, cell.engine)
+            use = cost_model.StorageUse(extents, cell.engine, cache, in_place=spec.engine == "mmap")
             stack = "" if config.stack == "auto" else config.stack
             beside = equipment.held_bytes.get("adapters", 0)
             costs = cost_model.build(profile, geometry, use, dense_bits, stack, beside)
