@@ -28,6 +28,9 @@ BUILTIN = (
     "moebench.systems.mmap",
     "moebench.systems.cached",
     "moebench.systems.edge0",
+    "moebench.systems.flashmoe",
+    "moebench.systems.moe_infinity",
+    "moebench.systems.specprefetch",
     "moebench.store.builtin",
 )
 REGISTRY_HOOKS = ("register_systems", "register_hardware", "register_models", "register_io")

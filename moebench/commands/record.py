@@ -7,6 +7,10 @@ replaces it; then the trace holds both, what the router said at that point and w
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
+import random
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -182,6 +186,33 @@ def record(options: RecordOptions, spec: SystemSpec | None, knobs: Any, tick: Ca
     return experts.recorder.trace(shape)
 
 
+def training_trace(
+    folder: Path, requests: int, new_tokens: int, prompts: str, seed: str, progress: Callable[[str, int, int], None]
+) -> Trace:
+    """Routing to fit on: recorded on a file of prompts or, for tinymoe, on training items of its own domains.
+
+    ``progress(text, done, total)`` is told of each request. Training items share none with what is evaluated.
+    """
+    from moebench.harness.plan import EMBEDDED, embedded_folder
+
+    own = folder.resolve() == embedded_folder().resolve()
+    if not (prompts or own):
+        raise UsageError("prepare: only tinymoe has prompts of its own; give prompts=FILE or trace=FILE")
+    done = itertools.count(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(prompts) if prompts else Path(scratch) / "prompts.jsonl"
+        if not prompts:
+            from moebench.models.tinymoe.domains import DOMAINS, generate
+
+            rng, domains = random.Random(seed), list(DOMAINS)
+            items = [generate(domains[i % len(domains)], rng, test=False).prompt for i in range(requests)]
+            file.write_text("".join(json.dumps({"prompt": item}) + "\n" for item in items))
+        options = RecordOptions("", EMBEDDED if own else str(folder), str(file), requests, new_tokens)
+        trace = record(options, None, None, lambda: progress("recording requests", next(done), requests))
+    source = f"moebench trace record, {requests} prompts of {Path(prompts).name or 'the training side of its domains'}"
+    return dataclasses.replace(trace, metadata={**trace.metadata, "source": source, "seed": seed})
+
+
 def prepared(spec: SystemSpec, knobs: Any, name: str, live: Any, backend: Any, seed: int) -> RecordedSystem:
     """The system as a session would build it, with room for every expert."""
     known = (live.pack.manifest.model["weights_hash"], live.config, backend.selection_bias())
@@ -189,7 +220,7 @@ def prepared(spec: SystemSpec, knobs: Any, name: str, live: Any, backend: Any, s
     equipment = spec.equip(knobs, target)
     backend.adapt(equipment.adapters)
     geometry = dataclasses.replace(live.geometry, top_k=equipment.top_k or live.geometry.top_k)
-    run = RunContext(geometry, geometry.keys, "shared", seed, ops=backend.ops, equipment=equipment)
+    run = RunContext(geometry, geometry.keys, spec.scope, seed, ops=backend.ops, equipment=equipment)
     hooks: Any = Hooks([spec.make(knobs, run)])
     if hooks.route is None:
         raise UsageError(f"system={spec.id} executes the model's own routing; leave it out to record that")

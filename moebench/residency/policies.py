@@ -219,6 +219,10 @@ class Belady(Policy):
         self.next[keys] = at = at + 1
         self.rank[keys] = keys - self.uses[at] * self.keys
 
+    def next_use(self, keys: np.ndarray) -> np.ndarray:
+        """The event, counted from 1, that will next use each key; ``NEVER`` if none will."""
+        return self.uses[self.next[keys]]
+
 
 class BeladyBypass(Belady):
     """Belady that may refuse to keep a missing expert whose next use is the farthest (MIN with bypass)."""
