@@ -1,0 +1,152 @@
+"""A prepared collection as a file: matrices of requests, and of which model and which requests they are.
+
+One folder with ``collection.safetensors``: ``counts`` uint16 [N, L, E] (tokens per expert), and a header. Knows files
+and shapes; knows no training prompts and no run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moebench.errors import UsageError
+from moebench.plugins import home
+from moebench.step import ABSENT
+from moebench.systemspec import Target
+from moebench.trace.format import Trace
+
+FILE, HEADER, SCHEMA = "collection.safetensors", "moebench", 1
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """Matrices of finished requests. ``weights_hash`` names the weights that routed them, empty where only a trace is
+    known; ``trace_hash`` the trace they were counted on.
+    """
+
+    model: str
+    top_k: int
+    trace_hash: str
+    counts: np.ndarray
+    weights_hash: str = ""
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.counts.dtype != np.uint16 or self.counts.ndim != 3 or not len(self.counts):
+            raise UsageError(f"counts are {self.counts.dtype} {self.counts.shape}, expected uint16 [N, L, E], N >= 1")
+
+
+def count(trace: Trace) -> np.ndarray:
+    """The activation matrix of each sequence of a trace, uint16 [N, L, E], prompt and answer together."""
+    starts = trace.sequence_starts
+    out = np.zeros((len(starts), trace.layers, trace.expert_count), np.int64)
+    owner = np.searchsorted(starts, np.arange(trace.tokens), side="right") - 1
+    token, layer, slot = np.nonzero(trace.experts != ABSENT)
+    np.add.at(out, (owner[token], layer, trace.experts[token, layer, slot]), 1)
+    return np.minimum(out, np.iinfo(np.uint16).max).astype(np.uint16)
+
+
+def save(made: Prepared, folder: Path) -> Path:
+    """Write the folder; a reader finds the complete old file, the complete new one, or none."""
+    from safetensors.numpy import save as serialise
+
+    header = {
+        "schema": SCHEMA,
+        "kind": "moe_infinity collection",
+        "model": made.model,
+        "weights_hash": made.weights_hash,
+        "top_k": made.top_k,
+        "trace_hash": made.trace_hash,
+        "provenance": dict(made.provenance),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    data = serialise({"counts": made.counts}, metadata={HEADER: json.dumps(header, sort_keys=True)})
+    handle, scratch = tempfile.mkstemp(dir=folder, prefix=".collection")
+    with os.fdopen(handle, "wb") as out:
+        out.write(data)
+        out.flush()
+        os.fsync(out.fileno())
+    os.chmod(scratch, 0o644)
+    os.replace(scratch, folder / FILE)
+    return folder
+
+
+def load(folder: Path) -> Prepared:
+    """Read a collection; a missing, damaged or foreign file is one line that says what to do."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    header = _header(folder / FILE)
+    try:
+        counts = load_file(folder / FILE)["counts"]
+        return Prepared(counts=counts, **{name: header[name] for name in _FIELDS})
+    except (SafetensorError, OSError, KeyError, UsageError) as error:
+        raise _broken(folder / FILE, " ".join(str(error).split())) from None
+
+
+_FIELDS = ("model", "top_k", "trace_hash", "weights_hash", "provenance")
+
+
+def check(made: Prepared, target: Target) -> None:
+    """Refuse a collection of another shape, of other weights, or counted on the very trace that is replayed."""
+    shape = target.geometry
+    have = f"{made.counts.shape[1]} layers of {made.counts.shape[2]} experts, top {made.top_k}"
+    want = f"{shape.layers} layers of {shape.experts} experts, top {shape.top_k}"
+    top_k = target.trace.top_k if target.trace is not None else shape.top_k
+    if made.counts.shape[1:] != (shape.layers, shape.experts) or made.top_k != top_k:
+        raise UsageError(f"moe_infinity: the collection is of {have}, {target.name} has {want}; {command(target)}")
+    if target.weights_hash and made.weights_hash != target.weights_hash:
+        raise UsageError(f"moe_infinity: the collection is of {made.model} with other weights; {command(target)}")
+    if target.trace is not None and made.trace_hash == target.trace.hash:
+        raise UsageError("moe_infinity: the collection was counted on the trace that is replayed; give one of others")
+
+
+def find(target: Target) -> Path | None:
+    """The folder of a collection for these weights, or for this geometry's recorded traces; the user's own first."""
+    for folder in _candidates():
+        header = _header(folder / FILE)
+        if target.weights_hash:
+            if header["weights_hash"] == target.weights_hash:
+                return folder
+        elif header["model"] == target.name and header["trace_hash"] != target.trace.hash:
+            return folder
+    return None
+
+
+def command(target: Target) -> str:
+    """How to make a collection for ``target``."""
+    trace = " trace=FILE" if target.trace is not None else ""
+    return f"make one: moebench prepare system=moe_infinity model={target.name}{trace}"
+
+
+def _header(file: Path) -> dict[str, Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(file), framework="numpy") as opened:
+            header = json.loads((opened.metadata() or {})[HEADER])
+    except FileNotFoundError:
+        raise UsageError(f"{file}: no such file; prepare the collection") from None
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise _broken(file, f"no readable header ({' '.join(str(error).split())})") from None
+    if not isinstance(header, dict) or header.get("schema") != SCHEMA or set(_FIELDS) - set(header):
+        raise _broken(file, f"its header is not one of schema {SCHEMA}")
+    return header
+
+
+def _candidates() -> Iterator[Path]:
+    for parent in (home() / "artefacts" / "moe_infinity", Path(str(resources.files(__package__))) / "artefacts"):
+        folders = sorted(parent.iterdir()) if parent.is_dir() else []
+        yield from (folder for folder in folders if (folder / FILE).is_file())
+
+
+def _broken(file: Path, what: str) -> UsageError:
+    return UsageError(f"{file}: {what}; prepare the collection again")

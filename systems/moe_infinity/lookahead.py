@@ -1,0 +1,42 @@
+"""Which experts to read ahead, and how many: the predicted ones of later layers, no more than one layer's window moves.
+
+Knows keys, scores and seconds; knows no matrices and no tiers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moebench.systems.moe_infinity.replacement import EPSILON
+
+MOST = 64  # experts considered at one point
+SHARE = 0.8  # of a window; the project's later branches
+
+
+def priorities(ratio: np.ndarray, layer: int, span: int) -> np.ndarray:
+    """(ratio + epsilon) * (1 - (future - now) / span) of the layers behind ``layer``, float64 [L - layer - 1, E].
+
+    ``span`` is L in the paper and L + 1 in its code.
+    """
+    distance = np.arange(1, len(ratio) - layer)
+    return (ratio[layer + 1 :] + EPSILON) * (1.0 - distance / span)[:, None]
+
+
+def best(scores: np.ndarray, wanted: np.ndarray, count: int) -> np.ndarray:
+    """Indices of the ``count`` highest ``scores`` [n] among ``wanted`` (bool), highest first, ties by index."""
+    at = np.flatnonzero(wanted)
+    if len(at) > count:
+        at = np.sort(at[np.argpartition(-scores[at], count - 1)[:count]])
+    return at[np.argsort(-scores[at], kind="stable")]
+
+
+def admitted(cost: np.ndarray, busy: float, window: float) -> int:
+    """How many of the reads, in order, may start now: those that end within ``SHARE`` of one layer's window.
+
+    ``cost`` is seconds of each read, ``busy`` those of reads ahead under way, ``window`` the mean seconds from this
+    layer's routing to the next one's. While no window is known one read starts. The rule is that of the overlap
+    admission in the project's later branches, with what is measured here: the window, not compute alone.
+    """
+    if not window:
+        return int(busy == 0.0 and len(cost) > 0)
+    return int(np.searchsorted(np.cumsum(cost), SHARE * window - busy, side="right"))
