@@ -75,7 +75,8 @@ class View:
         return cost
 
     def window(self, layer: int) -> float:
-        """Running mean (weight 0.2 on the newest) of the seconds between the routing of ``layer`` and of the next
-        one.
+        """Running mean (weight 0.2 on the newest) of the seconds between the routing of ``layer`` and of the next one,
+        over passes of the present one's phase: a prompt's chunk takes far longer than a token. 0 before the first.
         """
-        return self._experts.windows[layer]
+        experts = self._experts
+        return experts.windows[experts.step.phase][layer]
