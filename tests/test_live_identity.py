@@ -46,7 +46,7 @@ class Lab:
 
     def run(
         self, plugins=(), slots=None, scope="shared", layout="packed", engine="pread", host=0, clock="wall",
-        sampler=None, prompts=PROMPTS, chunk=4, full=False, **options,
+        sampler=None, prompts=PROMPTS, chunk=4, full=False, late=False, **options,
     ):  # fmt: skip
         """Tokens and the logits behind each, for one batch of prompts."""
         pack, geometry = self.packs[layout], self.geometry
@@ -63,7 +63,7 @@ class Lab:
         make = WallTimeline if clock == "wall" else lambda r, b: FilledTimeline(costs(), r, b)
         timeline = make(reader, lambda name, slot: arenas[name].arena[slot])
         try:
-            experts = Experts(geometry, tiers, timeline, Hooks(list(plugins)), bool(host))
+            experts = Experts(geometry, tiers, timeline, Hooks(list(plugins)), bool(host), late)
             if full:
                 experts.preload()
             loop = Loop(self.backend, experts, chunk)
