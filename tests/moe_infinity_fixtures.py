@@ -65,6 +65,7 @@ def run(config=None, trace=None, slots=20, scope="shared", batch=1, host=0, star
     system, watch = cls(config, context(config, start, slots, scope, batch)), Watch()
     timeline = VirtualTimeline(costs(**changes))
     experts = make_experts([system, watch], slots=slots, scope=scope, host=host, timeline=timeline)
+    experts.read_estimate_s, experts.copy_estimate_s = timeline.costs.read_s[1], timeline.costs.copy_s
     watch.experts = experts
     replay(trace, experts, batch=batch, chunk=chunk)
     return system, watch, experts

@@ -166,6 +166,7 @@ def test_the_best_are_those_of_a_sort_among_what_is_wanted(scores, data, count_)
     [
         ([1.0, 1.0], 0.0, 0.0, 1),  # nothing known yet: one starts
         ([1.0, 1.0], 1.0, 0.0, 0),
+        ([0.0, 0.0], 0.0, 9.0, 1),
         ([], 0.0, 0.0, 0),
         ([1.0, 1.0], 0.0, 1.0, 0),  # a window shorter than a read lets none through
         ([1.0, 1.0, 1.0], 0.0, 2 / SHARE, 2),

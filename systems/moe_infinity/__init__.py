@@ -83,7 +83,7 @@ class MoeInfinity:
             self.matcher = Matcher(collection, config.match)
         self.span = shape.layers + (config.match == "masked")
         self.layer_of = np.arange(shape.keys) // shape.experts
-        self.layer, self.chosen = -1, np.zeros(0, np.int64)
+        self.chosen = np.zeros(0, np.int64)  # the nearest entry of each sequence
         self.asked = np.zeros(0, np.int64)  # read ahead and perhaps still on their way
         self.fresh = np.zeros(shape.keys, bool)  # asked for in this pass, its layer still to come: protected
         self.ahead = np.zeros(shape.keys, bool)  # read ahead and not used since
@@ -105,7 +105,6 @@ class MoeInfinity:
     @hookimpl
     def begin_step(self) -> None:
         """A pass starts: what was read ahead in the one before and not used has no protection any more."""
-        self.layer = -1
         self.fresh[:] = False
         self.replacement.begin_step()
         if self.matcher:
@@ -114,7 +113,6 @@ class MoeInfinity:
     @hookimpl
     def route(self, step: Step, layer: int, native: Routing, view: Any) -> None:
         """Count what the router chose and look for the nearest request; the choice itself stays."""
-        self.layer = layer
         seen = self.activity.observe(step, layer, np.asarray(native.experts))
         if self.matcher and self.matcher.collection.size and seen:
             streamed = self.matcher.observe(layer, seen, self.activity.counts)
@@ -139,6 +137,7 @@ class MoeInfinity:
             self.counted["late"] += int((early & waited).sum())
             self.counted["missed"] += int((~ready & ~waited).sum())
         self.ahead[keys] = False
+        self.fresh[layer * self.experts : (layer + 1) * self.experts] = False
 
     @hookimpl
     def cancel(self, layer: int) -> np.ndarray | None:
@@ -160,6 +159,7 @@ class MoeInfinity:
         scores = priorities(ratio, point, self.span).ravel()
         view.account(nbytes=FLOAT * scores.size)
         wanted = ~(view.resident(later) | self.fresh[first:])
+        wanted[self.asked[self.asked >= first] - first] = False
         count = self.config.ahead - len(self.asked) if self.config.ahead else MOST
         if count <= 0:
             return None
@@ -173,10 +173,8 @@ class MoeInfinity:
     @hookimpl
     def evict(self, tier: str, need: int, candidates: np.ndarray, view: Any) -> np.ndarray:
         """The worst by the chosen law. What was read ahead for a layer to come leaves last, and never for another."""
-        safe = self.fresh[candidates] & (self.layer_of[candidates] > self.layer)
-        if tier != view.tiers[0]:
-            safe[:] = False
-        elif view.reading_ahead:
+        safe = self.fresh[candidates] & (tier == view.tiers[0])
+        if view.reading_ahead:
             candidates, safe = candidates[~safe], safe[~safe]
         victims = self.replacement.worst(candidates, need, safe)
         if tier == view.tiers[0]:
@@ -186,13 +184,17 @@ class MoeInfinity:
 
     @hookimpl
     def demote(self, keys: list[int], view: Any) -> np.ndarray | None:
-        """Copy down what is worth more than the least that the host holds; the other laws copy all."""
+        """Copy down what is worth more than the least that the host alone holds; the other laws copy all.
+
+        While copies that the device holds too leave room for these and for as many reads, all are copied.
+        """
         if self.config.replace != "activation":
             return None
         held = np.flatnonzero(view.resident(np.arange(len(self.layer_of)), "host"))
-        if len(held) < view.slots("host") or view.resident(held).any():
-            return None  # room, or copies that the device holds as well and that go first
-        return self.replacement.score(np.asarray(keys)) > self.replacement.score(held).min()
+        alone = held[~view.resident(held)]
+        if view.slots("host") - len(alone) >= 2 * len(keys) or not len(alone):
+            return None
+        return self.replacement.score(np.asarray(keys)) > self.replacement.score(alone).min()
 
     @hookimpl
     def end_step(self, step: Step, record: Any) -> None:

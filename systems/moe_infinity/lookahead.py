@@ -34,9 +34,9 @@ def admitted(cost: np.ndarray, busy: float, window: float) -> int:
     """How many of the reads, in order, may start now: those that end within ``SHARE`` of one layer's window.
 
     ``cost`` is seconds of each read, ``busy`` those of reads ahead under way, ``window`` the mean seconds from this
-    layer's routing to the next one's. While no window is known one read starts. The rule is that of the overlap
+    layer's routing to the next one's. While window or costs are unknown (0) one read starts. The rule is that of the overlap
     admission in the project's later branches, with what is measured here: the window, not compute alone.
     """
-    if not window:
+    if not window or not cost.all():
         return int(busy == 0.0 and len(cost) > 0)
     return int(np.searchsorted(np.cumsum(cost), SHARE * window - busy, side="right"))
