@@ -86,7 +86,7 @@ class MoeInfinity:
         self.chosen = np.zeros(0, np.int64)  # the nearest entry of each sequence
         self.asked = np.zeros(0, np.int64)  # read ahead and perhaps still on their way
         self.fresh = np.zeros(shape.keys, bool)  # asked for in this pass, its layer still to come: protected
-        self.ahead = np.zeros(shape.keys, bool)  # read ahead and not used since
+        self.ahead = np.zeros(shape.keys, bool)  # read ahead in a decode step and not used since
         self.counted = dict.fromkeys(("prefetched", "hits", "late", "missed", "left_unused", "matched", "updated"), 0)
 
     @hookimpl
@@ -167,7 +167,7 @@ class MoeInfinity:
         if not self.config.ahead:
             keys = keys[: admitted(view.cost(keys), float(view.cost(self.asked).sum()), view.window(point))]
         self.asked = np.concatenate([self.asked, keys])
-        self.fresh[keys] = self.ahead[keys] = True
+        self.fresh[keys], self.ahead[keys] = True, step.phase == DECODE
         return keys
 
     @hookimpl
