@@ -190,12 +190,14 @@ class SpecPrefetch:
         return self.asked.get(layer) if self.config.cancel else None
 
     @hookimpl
-    def evict(self, need: int, candidates: np.ndarray, view: Any) -> np.ndarray:
-        """The least recently used of what no layer to come waits for; a demand may take that too, a prefetch not."""
+    def evict(self, tier: str, need: int, candidates: np.ndarray, view: Any) -> np.ndarray:
+        """The least recently used of what no layer to come waits for, then of that: but no prefetch takes another's slot
+        on the device.
+        """
         held = self.held[candidates]
         free = candidates[~held]
         victims = self.policy.victims(free, min(need, len(free)))
-        if len(victims) == need or view.reading_ahead:
+        if len(victims) == need or (view.reading_ahead and tier == view.tiers[0]):
             return victims
         return np.concatenate([victims, self.policy.victims(candidates[held], need - len(victims))])
 
