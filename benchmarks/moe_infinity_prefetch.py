@@ -19,6 +19,7 @@ SYSTEMS = (
     {},
     {"replace": "lru", "prefetch": "false"},
     {"replace": "lru"},
+    {"replace": "lru", "ahead": "2"},
     {"replace": "activation", "prefetch": "false"},
     {"replace": "activation"},
     {"replace": "incache", "prefetch": "false"},

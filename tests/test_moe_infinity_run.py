@@ -121,6 +121,17 @@ def test_a_longer_window_lets_more_through():
     assert most[1e-4] < most[3e-3] < most[3e-2]
 
 
+def test_a_read_that_costs_more_to_start_than_it_may_save_is_left():
+    """The host's time per load rises: fewer reads ahead, then none; a fixed number goes on at any cost."""
+    reads = {}
+    for host_s in (0.0, 4e-4, 3e-3):
+        _, watch, _ = run(MoeInfinityConfig(), make_trace(80, 2), dense_layer_s=3e-3, load_host_s=host_s)
+        reads[host_s] = total(watch, "prefetch_reads")
+    assert reads[0.0] > reads[4e-4] > reads[3e-3] == 0
+    _, watch, _ = run(options(ahead=2), make_trace(80, 2), dense_layer_s=3e-3, load_host_s=3e-3)
+    assert total(watch, "prefetch_reads") > 0
+
+
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("host", [0, 8])
 def test_what_was_read_ahead_leaves_for_a_demand_only_and_then_last(law, host):

@@ -16,7 +16,7 @@ from moebench.errors import UsageError
 from moebench.hookspecs import hookimpl
 from moebench.step import DECODE, Routing, Step
 from moebench.systems.moe_infinity.equipment import PUBLISHED, equip
-from moebench.systems.moe_infinity.lookahead import MOST, admitted, best, priorities
+from moebench.systems.moe_infinity.lookahead import MOST, admitted, best, priorities, worthwhile
 from moebench.systems.moe_infinity.matching import FLOAT, Matcher
 from moebench.systems.moe_infinity.matrices import Activity, Collection
 from moebench.systems.moe_infinity.prepare import PREPARATION
@@ -38,7 +38,10 @@ class MoeInfinityConfig:
     match: Literal["observed", "masked", "off"] = _option(
         "observed", "layers compared with earlier requests: those routed, as its code those behind; off: own counts"
     )
-    ahead: int = _option(0, "experts on their way ahead at a time; 0: as many as one layer's window moves")
+    ahead: int = _option(
+        0,
+        "experts on their way ahead at a time, at any cost; 0: those that pay, as many as a layer's window moves",
+    )
     replace: Literal["activation", "incache", "incache_decayed", "lru"] = _option(
         "activation", "who leaves: low ratio and deep layers (paper), few dispatches (its code), those decayed, oldest"
     )
@@ -84,6 +87,7 @@ class MoeInfinity:
         self.span = shape.layers + (config.match == "masked")
         self.layer_of = np.arange(shape.keys) // shape.experts
         self.chosen = np.zeros(0, np.int64)  # the nearest entry of each sequence
+        self.top_k, self.demanded, self.issue_s = shape.top_k, (0.0, np.zeros(0, np.int64)), np.inf
         self.asked = np.zeros(0, np.int64)  # read ahead and perhaps still on their way
         self.fresh = np.zeros(shape.keys, bool)  # asked for in this pass, its layer still to come: protected
         self.ahead = np.zeros(shape.keys, bool)  # read ahead in a decode step and not used since
@@ -138,6 +142,7 @@ class MoeInfinity:
             self.counted["missed"] += int((~ready & ~waited).sum())
         self.ahead[keys] = False
         self.fresh[layer * self.experts : (layer + 1) * self.experts] = False
+        self.demanded = view.now, keys[~ready]
 
     @hookimpl
     def cancel(self, layer: int) -> np.ndarray | None:
@@ -152,6 +157,7 @@ class MoeInfinity:
             return None
         if self.matcher and not len(self.chosen):
             return None  # nothing to resemble yet
+        self._observe_issue(view)
         self.asked = self.asked[view.in_flight(self.asked)]
         ratio = self.expected if self.matcher else self.activity.ratio
         first = (point + 1) * self.experts
@@ -165,10 +171,19 @@ class MoeInfinity:
             return None
         keys = later[best(scores, wanted, count)]
         if not self.config.ahead:
-            keys = keys[: admitted(view.cost(keys), float(view.cost(self.asked).sum()), view.window(point))]
+            cost = view.cost(keys)
+            pays = worthwhile(self.top_k * ratio.ravel()[keys], cost, self.issue_s)
+            keys, cost = keys[pays], cost[pays]
+            keys = keys[: admitted(cost, float(view.cost(self.asked).sum()), view.window(point))]
         self.asked = np.concatenate([self.asked, keys])
         self.fresh[keys], self.ahead[keys] = True, step.phase == DECODE
         return keys
+
+    def _observe_issue(self, view: Any) -> None:
+        """What starting one read costs the host at the least: the time that this layer's own reads took to start."""
+        since, missing = self.demanded
+        if started := int(view.in_flight(missing).sum()):
+            self.issue_s = min(self.issue_s, (view.now - since) / started)
 
     @hookimpl
     def evict(self, tier: str, need: int, candidates: np.ndarray, view: Any) -> np.ndarray:

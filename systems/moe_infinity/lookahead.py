@@ -30,12 +30,21 @@ def best(scores: np.ndarray, wanted: np.ndarray, count: int) -> np.ndarray:
     return at[np.argsort(-scores[at], kind="stable")]
 
 
+def worthwhile(chance: np.ndarray, cost: np.ndarray, issue_s: float) -> np.ndarray:
+    """bool per read: the seconds it may save, times the chance of use, exceed what starting it costs the host.
+
+    ``chance`` is expected uses by the next token, ``cost`` seconds of the read. An ``issue_s`` not known yet is
+    infinite and counts as nothing.
+    """
+    return chance * cost > (issue_s if np.isfinite(issue_s) else 0.0)
+
+
 def admitted(cost: np.ndarray, busy: float, window: float) -> int:
     """How many of the reads, in order, may start now: those that end within ``SHARE`` of one layer's window.
 
     ``cost`` is seconds of each read, ``busy`` those of reads ahead under way, ``window`` the mean seconds from this
-    layer's routing to the next one's. While window or costs are unknown (0) one read starts. The rule is that of the overlap
-    admission in the project's later branches, with what is measured here: the window, not compute alone.
+    layer's routing to the next one's. While window or costs are unknown (0) one read starts. The rule is that of the
+    overlap admission in the project's later branches, with what is measured here: the window, not compute alone.
     """
     if not window or not cost.all():
         return int(busy == 0.0 and len(cost) > 0)
