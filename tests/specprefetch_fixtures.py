@@ -59,7 +59,7 @@ class Run:
         cls=SpecPrefetch,
         change=None,
         **options,
-    ):
+    ):  # fmt: skip
         trace = trace or held_out()
         config, geometry = SpecPrefetchConfig(**options), TINY
         equipment = equip(config, Target("tinymoe", geometry, trace=trace))

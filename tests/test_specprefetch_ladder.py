@@ -227,7 +227,8 @@ def test_a_choice_is_the_best_of_what_is_missing(seed, most, rows):
 
 
 @pytest.mark.parametrize(("options", "name"), [
-    ({"mode": "off", "m": 2}, "m"), ({"mode": "pred0", "window": False}, "window"), ({"mode": "off", "horizon": 2}, "horizon"),
+    ({"mode": "off", "m": 2}, "m"), ({"mode": "pred0", "window": False}, "window"),
+    ({"mode": "off", "horizon": 2}, "horizon"),
     ({"mode": "oracle", "rank": 4}, "rank"), ({"mode": "oracle", "score": "votes"}, "score"),
     ({"mode": "gate_replay", "base": "none"}, "base"), ({"mode": "naive_prev_token", "readback": "own"}, "readback"),
     ({"mode": "pred0", "cancel": False}, "cancel"), ({"mode": "off", "filter": False}, "filter"),

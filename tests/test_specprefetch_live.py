@@ -12,6 +12,7 @@ import pytest
 from engine_fixtures import Watch, costs
 from numpy_ops import NumpyOps
 from specprefetch_fixtures import MODES, artefact
+from specprefetch_fixtures import TINY as GEOMETRY
 from torch_models import make_backend, native_model
 
 import moebench
@@ -21,7 +22,7 @@ from moebench.backends.torch_source import TransformersSource
 from moebench.cli import main
 from moebench.engine.acquire import Experts
 from moebench.engine.hooks import Hooks
-from moebench.engine.loop import Loop
+from moebench.engine.loop import Loop, replay
 from moebench.errors import UsageError
 from moebench.harness.cell import DemandLog
 from moebench.hookspecs import hookimpl
@@ -41,6 +42,7 @@ from moebench.systems.specprefetch.equipment import equip
 from moebench.systems.specprefetch.predictor import Computed
 from moebench.systemspec import RunContext, Target
 from moebench.timeline.filled import FilledTimeline
+from moebench.timeline.virtual import VirtualTimeline
 from moebench.timeline.wall import WallTimeline
 from moebench.trace.format import load as load_trace
 
@@ -68,7 +70,6 @@ class Lab:
         batch=1,
         observers=(),
         cls=SpecPrefetch,
-        future=None,
         full=False,
         **options,
     ):
@@ -76,7 +77,7 @@ class Lab:
         pack, geometry, slots = self.pack, self.geometry, slots or self.geometry.keys
         if options.get("mode", "adapter") in ("pred0", "gate_replay", "adapter", "adversarial"):
             options["artefact"] = str(self.folder)
-        config = SpecPrefetchConfig(**options)
+        config, future = SpecPrefetchConfig(**options), None
         if config.mode == "oracle":
             self.run(slots, clock, host, batch, [log := DemandLog()], mode="off")
             future = log.demands
@@ -216,7 +217,7 @@ def test_files_come_back_as_they_were_and_foreign_ones_are_refused(lab, tmp_path
         find(lab.target, "pairs", "next_gate", 5, 1)
 
 
-TINY = {"hw": "m4pro", "model": "tinymoe", "quality": "none", "workload": {"requests": 3, "new_tokens": 40}}
+TINY = {"hw": "m4pro", "model": "tinymoe", "quality": "none", "workload": {"requests": 2, "new_tokens": 24}}
 
 
 @pytest.fixture(scope="module")
@@ -224,10 +225,8 @@ def tiny():
     arms = {"gate_replay": {}, "adapter": {}, "naive_prev_token": {}, "shared": {"adapters": "shared"}, "oracle": {}}
     rows = {}
     for name, more in arms.items():
-        mode = "adapter" if name == "shared" else name
-        (rows[name],) = moebench.run(
-            system="specprefetch", **{"system.mode": mode}, **TINY, **{f"system.{k}": v for k, v in more.items()}
-        )
+        options = {"mode": "adapter" if name == "shared" else name, **more}
+        (rows[name],) = moebench.run(system="specprefetch", **{f"system.{k}": v for k, v in options.items()}, **TINY)
     return rows
 
 
@@ -244,7 +243,7 @@ def test_the_shipped_adapters_predict_held_out_prompts_best(tiny):
 
 def test_a_recording_replays_what_was_predicted_live(tiny, tmp_path, capsys):
     out = tmp_path / "t.safetensors"
-    words = [f"out={out}", "system=specprefetch", "system.horizon=2", "requests=3", "new_tokens=40"]
+    words = [f"out={out}", "system=specprefetch", "system.horizon=2", "requests=2", "new_tokens=24"]
     assert main(["trace", "record", *words]) == 0
     capsys.readouterr()
     trace = load_trace(out)
@@ -255,22 +254,12 @@ def test_a_recording_replays_what_was_predicted_live(tiny, tmp_path, capsys):
     assert (channel[:, 0] == -1).all()
     assert (np.sort(channel[decoded][:, 1:], axis=2) == np.arange(32)).all()
     assert (trace.channels["predicted.specprefetch_lag2"][:, :2] == -1).all()
-    geometry = replace(load_geometry(), layers=8, experts=32, top_k=4, hidden=128, intermediate=64)
+    geometry = GEOMETRY
     equipment = equip(SpecPrefetchConfig(), Target("x", geometry, trace=trace))
     assert not any("surrogate" in note for note in equipment.assumptions)
     system = SpecPrefetch(SpecPrefetchConfig(), RunContext(geometry, 256, "shared", equipment=equipment))
-    from moebench.engine.loop import replay
-    from moebench.timeline.virtual import VirtualTimeline
-
     tier = Tier("device", 256, geometry.slot_bytes, 8, 32)
     replay(trace, Experts(geometry, [tier], VirtualTimeline(costs()), Hooks([system])), 1, 32)
     live = tiny["adapter"].protocol["counters"]
     for name in ("predictions", "recall_at_2", "recall_at_4", "recall_at_6", "exact_set"):
         assert system.report()[name] == live[name]
-
-
-def load_geometry():
-    """Any geometry to change."""
-    from engine_fixtures import GEOMETRY
-
-    return GEOMETRY
