@@ -31,6 +31,8 @@ class Target:
 
     ``weights_hash``, ``config`` (of transformers) and ``selection_bias`` belong to a model that computes, ``trace`` to
     a replay. The bias (fp32 [E] by layer, where a family has one) is what its routing law adds to choose by.
+    ``number_bytes`` is what one number of a predictor takes where the run is measured, 0 on a modeled machine, which
+    holds numbers as they are stored.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Target:
     weights_hash: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     selection_bias: Mapping[int, np.ndarray] = field(default_factory=dict)
+    number_bytes: int = 0
     trace: Trace | None = None
 
 
@@ -46,14 +49,15 @@ class Equipment:
     """What a system brings to a run besides its code: fitted files and what follows from them.
 
     ``held_bytes`` is booked in the ledger, by category; ``adapters`` are served by the backend; ``top_k`` experts run
-    per token and layer where that is not the model's own number; ``assumptions`` are printed with the row; ``content``
-    is the system's own.
+    per token and layer where that is not the model's own number; ``assumptions`` are printed with the row, ``files``
+    (name -> hash) stand in its protocol; ``content`` is the system's own.
     """
 
     held_bytes: Mapping[str, int] = field(default_factory=dict)
     adapters: Adapters | None = None
     top_k: int | None = None
     assumptions: tuple[str, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
     content: Any = None
 
 
@@ -81,13 +85,15 @@ class RunContext:
 class Published:
     """Figures that others published for this system, shown beside the row of the same machine and model.
 
-    ``metrics`` maps a metric's name to (value, source); ``setting`` says under which conditions.
+    ``metrics`` maps a metric's name to (value, source); ``setting`` says under which conditions, ``where(config)``
+    whether a run's options are those.
     """
 
     hw: str
     model: str
     metrics: Mapping[str, tuple[float, str]]
     setting: str
+    where: Callable[[Any], bool] = field(default=lambda config: True)
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ class Logged(Edge0):
         self.staging.book = logged
 
     @hookimpl
-    def begin_request(self):
-        super().begin_request()
+    def begin_request(self, sequences):
+        super().begin_request(sequences)
         self.log.append(("request",))
 
     @hookimpl

@@ -107,9 +107,16 @@ def test_what_is_no_artefact_cannot_be_made(change, hint):
 
 
 def rewrite(file, tensors=lambda t: t, header=lambda h: h):
-    """Write a file anew with other tensors or another header."""
-    old, told = load_file(file), files.read_header(file)
-    save_file(tensors(old), file, metadata={HEADER: json.dumps(header(told))})
+    """Write a file anew with other tensors or another header, as if both had been meant."""
+    new, told = tensors(load_file(file)), files.read_header(file)
+    save_file(new, file, metadata={HEADER: json.dumps(header({**told, "digest": files.digest(new)}))})
+
+
+def flip(file, at):
+    """Turn one bit of a file's numbers."""
+    raw = bytearray(file.read_bytes())
+    raw[-at] ^= 4
+    file.write_bytes(raw)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +128,8 @@ def rewrite(file, tensors=lambda t: t, header=lambda h: h):
         (lambda f: (f / PREROUTER).write_bytes((f / PREROUTER).read_bytes()[:-10]), "no readable header"),
         (lambda f: save_file({"a": np.zeros(1)}, f / PREROUTER), "no readable header"),
         (lambda f: (f / LORA).write_bytes((f / PREROUTER).read_bytes()), "it is a prerouter file"),
+        (lambda f: flip(f / PREROUTER, 100), "numbers are not those"),
+        (lambda f: flip(f / LORA, 10), "numbers are not those"),
         (lambda f: rewrite(f / PREROUTER, header=lambda h: {**h, "schema": 2}), "schema is not 1"),
         (lambda f: rewrite(f / PREROUTER, header=lambda h: {"schema": 1}), "lacks kind"),
         (lambda f: rewrite(f / PREROUTER, header=lambda h: {**h, "top_k": 2}), "top_k differ"),

@@ -46,8 +46,11 @@ class Adapters:
 class Ops(ABC):
     """Arithmetic on the backend's own tensors, for systems that predict from hidden states.
 
-    Contract: every result row depends on its own row alone, bit for bit, however many rows there are.
+    Contract: every result row depends on its own row alone, bit for bit, however many rows there are. ``number_bytes``
+    is what one number of a tensor takes.
     """
+
+    number_bytes = 4
 
     @abstractmethod
     def tensor(self, array: np.ndarray) -> Any:

@@ -124,7 +124,7 @@ def _replay(cell: Cell, registry: Registry, progress: Progress) -> Row:
         assumptions.append(f"assumed: routing of {trace.top_k} experts a token for a model of {geometry.top_k}")
     if cell.clock == "wall":
         assumptions.append("input/output only: experts are read, nothing computes, no dense weights are held")
-    return _row(cell, runs, workload, metrics, cache_state, assumptions)
+    return _row(cell, runs, workload, metrics, cache_state, assumptions, equipment)
 
 
 def demands(trace: Trace, config: RunConfig) -> list[tuple[int, list[int]]]:
@@ -196,12 +196,13 @@ def _live(cell: Cell, registry: Registry, progress: Progress) -> Row:
     metrics |= figures.memory(cell, runs, process=cell.clock == "wall")
     metrics |= _quality(cell, registry, model, backend, equipment, progress)
     workload = {"kind": "prompts", "seed": config.workload.seed, "hash": text_hash(prompts), "generator": None}
-    return _row(cell, runs, workload, metrics, cache_state, list(equipment.assumptions))
+    return _row(cell, runs, workload, metrics, cache_state, list(equipment.assumptions), equipment)
 
 
 def _equip(cell: Cell, model: LiveModel, backend: Any) -> Equipment:
     """What the system brings for this model; its adapters are served from here on."""
-    known = (model.pack.manifest.model["weights_hash"], model.config, backend.selection_bias())
+    held = backend.ops.number_bytes if cell.clock == "wall" else 0
+    known = (model.pack.manifest.model["weights_hash"], model.config, backend.selection_bias(), held)
     target = Target(cell.model, model.geometry, *known)
     equipment = cell.spec.equip(cell.config.knobs, target)
     backend.adapt(equipment.adapters)
@@ -304,6 +305,7 @@ def _row(
     metrics: dict[str, Metric],
     cache_state: str,
     assumptions: list[str],
+    equipment: Equipment,
 ) -> Row:
     config = cell.config
     return Row(
@@ -323,6 +325,7 @@ def _row(
             "page_cache": cache_state,
             "slots": {t.name: t.slots for t in runs[0].experts.tiers},
             "counters": runs[-1].hooks.report(),
+            "equipment": dict(equipment.files),
         },
         metrics=metrics,
         assumptions=(*assumptions, *environment.transferred(cell)),

@@ -24,8 +24,11 @@ def run(config: RunConfig, strict: bool = True) -> list[Row]:
     rows = []
     for number, cell in enumerate(plan(config, registry)):
         rows.append(_row(cell, config, number, registry, strict))
-        rows += [published_row(cell, found) for found in cell.spec.published if found.hw == config.hw
-                 and found.model == cell.model]  # fmt: skip
+        rows += [
+            published_row(cell, found)
+            for found in cell.spec.published
+            if (found.hw, found.model) == (config.hw, cell.model) and found.where(config.knobs)
+        ]
     return rows
 
 

@@ -70,7 +70,7 @@ class Edge0:
         room = 0
         if self.plan:
             shape = (run.slots, run.scope, geometry.layers, geometry.experts, len(self.consumers), self.k, run.batch)
-            room = capacity(*shape, ahead=int(self.fill == "eager"))
+            room = capacity(*shape, ahead=int(self.fill == "eager"), slot_bytes=geometry.slot_bytes)
         policy = make_policy(
             "lru", geometry.keys, run.slots, layers=geometry.layers, seed=run.seed,
             pools=geometry.layers if run.scope == "per_layer" else 1,
@@ -79,11 +79,11 @@ class Edge0:
         self.predicted = self.native_layers = self.shared = self.compared = 0
 
     @hookimpl
-    def begin_request(self) -> None:
+    def begin_request(self, sequences: np.ndarray) -> None:
         """Nothing of an earlier request is left: features, predictions, bookings."""
         self.staging.reset()
         if self.predictor:
-            self.predictor.reset()
+            self.predictor.reset(sequences)
 
     @hookimpl
     def begin_step(self, step: Step) -> None:
@@ -110,15 +110,15 @@ class Edge0:
         """The best k of the router's choice, their weights summing to what all of them did."""
         if native.experts.shape[1] == self.k:
             return native
-        if native.weights is None or self.ops is None:
+        if native.weights is None:
             return Routing(native.experts[:, : self.k], None)
-        weights = self.ops.numpy(native.weights)
+        weights = self.ops.numpy(native.weights) if self.ops else np.asarray(native.weights, np.float32)
         best = np.argsort(-weights, axis=1, kind="stable")  # some routers leave their choice unsorted
         experts, weights = (np.take_along_axis(a, best, 1) for a in (native.experts, weights))
-        return Routing(experts[:, : self.k], self.law.narrow(weights, self.k))
+        return Routing(experts[:, : self.k], self.law.narrow(weights, self.k) if self.law else None)
 
     def _compare(self, step: Step, routing: Routing, native: Routing) -> None:
-        own = native.experts[step.valid, : self.k]
+        own = self._narrowed(native).experts[step.valid]
         self.shared += int((routing.experts[step.valid][:, :, None] == own[:, None, :]).sum())
         self.compared += own.size
 
@@ -127,9 +127,11 @@ class Edge0:
         """Run the heads when they may run, book what they chose, and ask for what is not under way yet."""
         if not self.plan or self.fill == "staged_sync":
             return None
-        if self.fill == "eager" and point in self.consumers_of:
-            self._evaluate([int(point)], step, view)
-        elif self.fill == "overlap" and point == "end":
+        # a prompt's waves take every slot there is, so its sets are booked when it has been read
+        if self.fill == "eager" and step.phase == DECODE:
+            if point in self.consumers_of:
+                self._evaluate([int(point)], step, view)
+        elif point == "end":
             self._evaluate(self.owners, step, view)
         return self.staging.waiting(view)
 
@@ -159,8 +161,10 @@ class Edge0:
         self.staging.policy.access(keys, ready)
 
     @hookimpl
-    def evict(self, need: int, candidates: np.ndarray) -> np.ndarray:
-        """The least recently used of what is not booked."""
+    def evict(self, tier: str, need: int, candidates: np.ndarray, view: Any) -> np.ndarray:
+        """The least recently used; of the fastest tier only what is not booked."""
+        if tier != view.tiers[0]:
+            return self.staging.policy.victims(candidates, need)
         return self.staging.victims(candidates, need)
 
     @hookimpl

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from moebench.backends.base import Adapters
 from moebench.errors import UsageError
@@ -96,7 +97,8 @@ def save(artefact: Artefact, folder: Path) -> Path:
         new = scratch / "new"
         new.mkdir()
         for file, (kind, arrays) in files.items():
-            header = {HEADER: json.dumps(_header(artefact, kind), sort_keys=True)}
+            said = {**_header(artefact, kind), "digest": digest(arrays)}
+            header = {HEADER: json.dumps(said, sort_keys=True)}
             with open(new / file, "wb") as out:
                 out.write(serialise({k: np.ascontiguousarray(a) for k, a in arrays.items()}, metadata=header))
                 out.flush()
@@ -109,8 +111,11 @@ def save(artefact: Artefact, folder: Path) -> Path:
     return folder
 
 
-def load(folder: Path) -> Artefact:
-    """Read and check an artefact; a missing, damaged or foreign file is one line that says what to do."""
+def load(folder: Path, adapters: bool = True) -> Artefact:
+    """Read and check an artefact; a missing, damaged or foreign file is one line that says what to do.
+
+    Without ``adapters`` their file is not looked at.
+    """
     header, tensors = _read(folder / PREROUTER, "prerouter")
     heads: dict[int, dict[str, np.ndarray]] = {}
     for key, array in tensors.items():
@@ -118,16 +123,16 @@ def load(folder: Path) -> Artefact:
         if (layers, weight) != ("layers", "weight") or part not in PARTS or not owner.isdecimal():
             raise _broken(folder / PREROUTER, f"tensor {key} is no part of a head")
         heads.setdefault(int(owner), {})[part] = array
-    adapters = None
-    if header["rank"]:
+    pairs = None
+    if header["rank"] and adapters:
         other, sides = _read(folder / LORA, "lora")
-        if differing := sorted(k for k in header if k != "kind" and header[k] != other.get(k)):
+        if differing := sorted(k for k in header if k not in ("kind", "digest") and header[k] != other.get(k)):
             raise _broken(folder / LORA, f"it does not belong to {PREROUTER}: {', '.join(differing)} differ")
         try:
             pairs = paired(sides)
         except UsageError as error:
             raise _broken(folder / LORA, str(error)) from None
-        adapters = Adapters(header["alpha"] / header["rank"], pairs)
+    served = Adapters(header["alpha"] / header["rank"], pairs) if pairs else None
     try:
         shape = header["geometry"]
         base = Base(
@@ -135,10 +140,10 @@ def load(folder: Path) -> Artefact:
             native_top_k=header["native_top_k"], **{k: shape[k] for k in ("layers", "experts", "hidden")},
         )  # fmt: skip
         plan = Plan(base.layers, header["top_k"], tuple(header["consumers"]), header["first_token"])
-        made = Artefact(base, plan, heads, adapters, header["provenance"])
+        made = Artefact(base, plan, heads, served, header["provenance"])
     except (UsageError, KeyError, TypeError, IndexError) as error:
         raise _broken(folder, str(error)) from None
-    if made.rank != header["rank"]:
+    if served and made.rank != header["rank"]:
         raise _broken(folder / LORA, f"adapters of rank {made.rank}, the header says {header['rank']}")
     return made
 
@@ -192,6 +197,15 @@ def read_header(file: Path) -> dict[str, Any]:
     return header
 
 
+def digest(tensors: Mapping[str, np.ndarray]) -> str:
+    """xxh3-128 over names, dtypes, shapes and bytes of tensors, in order of name."""
+    total = xxhash.xxh3_128()
+    for name, array in sorted(tensors.items()):
+        total.update(f"{name}\0{array.dtype}\0{array.shape}\0".encode())
+        total.update(np.ascontiguousarray(array).data)
+    return total.hexdigest()
+
+
 def paired(sides: Mapping[str, np.ndarray]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """``<name>.lora_A`` and ``<name>.lora_B`` as name -> (A, B); a side alone or another key is an error."""
     names = dict.fromkeys(key.rpartition(".lora_")[0] for key in sides)
@@ -225,9 +239,12 @@ def _read(file: Path, kind: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]
     if header["kind"] != kind:
         raise _broken(file, f"it is a {header['kind']} file")
     try:
-        return header, load_file(file)
+        tensors = load_file(file)
     except (SafetensorError, OSError, KeyError) as error:
         raise _broken(file, f"unreadable ({' '.join(str(error).split())})") from None
+    if digest(tensors) != header.get("digest"):
+        raise _broken(file, "its numbers are not those that were written")
+    return header, tensors
 
 
 def _fits(name: str, matrix: np.ndarray | None, shape: tuple[int, ...]) -> None:

@@ -45,14 +45,20 @@ class Tier:
 TIERS = {
     "qwen3.6-35b-a3b": Tier(
         4, consumers_from(7, 40), "gate", 42_000_000,
-        f"{PAPER}: K=4, heads 6 to 38, LoRA of 42 MB",
+        PAPER,
     ),
     # Its first layer is dense: model layers 8..23 are MoE layers 7..22. The LoRA's size goes by its 153 modules of 310.
     "ling-3.0-tiny-8b": Tier(
         8, consumers_from(7, 23, last=True), "heads", 20_700_000,
-        f"{PAPER}: K=8, heads 7 to 22; its LoRA is taken as 153/310 of the 35B tier's",
+        f"{PAPER}; the LoRA's size by its modules",
     ),
 }  # fmt: skip
+
+
+def published_setting(config: Edge0Config) -> bool:
+    """Whether options are those that the paper's figures were taken with."""
+    return config.prerouter and config.lora and config.k in (0, 4)
+
 
 FIGURES = f"{PAPER} and its README"
 PUBLISHED = (
@@ -65,6 +71,7 @@ PUBLISHED = (
             "quality_delta": (-3.9, f"{FIGURES}: mean over AIME, HumanEval, GPQA, MMLU-Pro, IFBench, to fp16"),
         },
         "K=4 with prerouter and LoRA, page cache holding the model, 64 expert slots beside the staged ones",
+        published_setting,
     ),
     Published(
         "m2_16gb",
@@ -75,7 +82,9 @@ PUBLISHED = (
             "stall_ms_per_token": (101.9, f"{PAPER}, prerouter on, K=4: main thread blocked on loads"),
             "ssd_mib_per_token": (58.9, f"{PAPER}, prerouter on, K=4: MiB read per step"),
         },
-        "K=4, replayed tokens, checkpoint larger than memory; prerouter off: 3.5 tok/s, 244.0 ms blocked",
+        "K=4, replayed tokens, checkpoint larger than memory; blocked time includes the host's time per load; prerouter"
+        " off: 3.5 tok/s, 244.0 ms blocked",
+        published_setting,
     ),
 )  # fmt: skip
 
@@ -105,20 +114,23 @@ def served_top_k(config: Edge0Config, target: Target) -> int:
 
 
 def _live(config: Edge0Config, target: Target) -> Equipment:
-    k, law = served_top_k(config, target), law_of_config(target.config)
+    k = served_top_k(config, target)
+    law = law_of_config(target.config) if config.prerouter or k < target.geometry.top_k else None
     if not (config.prerouter or config.lora):
         return Equipment(top_k=k, content=Content(law, None, 0, None))
     folder = Path(config.artefact) if config.artefact else artefacts.find(target, k)
-    found = artefacts.load(folder)
+    found = artefacts.load(folder, adapters=config.lora)
     artefacts.check(found, target, k)
     first_token = found.plan.first_token if config.first_token == "auto" else config.first_token
-    held = {}
+    held, files = {}, {}
     if config.prerouter:
-        held["predictor"] = sum(part.nbytes for head in found.heads.values() for part in head.values())
+        held["predictor"] = found.nbytes * (target.number_bytes or FP16) // FP16
+        files["prerouter"] = artefacts.read_header(folder / artefacts.PREROUTER)["digest"]
     if config.lora:
         if found.adapters is None:
             raise UsageError(f"{folder} has no adapters; set system.lora=false")
         held["adapters"] = found.adapters.nbytes
+        files["lora"] = artefacts.read_header(folder / artefacts.LORA)["digest"]
 
     def heads(ops: Any) -> Predictor:
         bias = target.selection_bias
@@ -126,46 +138,48 @@ def _live(config: Edge0Config, target: Target) -> Equipment:
 
     one = held.get("predictor", 0) // len(found.heads)
     content = Content(law, found.plan if config.prerouter else None, one, heads)
-    return Equipment(held, found.adapters if config.lora else None, k, (), content)
+    return Equipment(held, found.adapters if config.lora else None, k, (), files, content)
 
 
 def _replayed(config: Edge0Config, target: Target) -> Equipment:
     geometry, trace = target.geometry, target.trace
+    if config.artefact and not Path(config.artefact).is_dir():
+        raise UsageError(f"system.artefact={config.artefact} is no folder; it serves the model that computes")
     channel = trace.channels.get(CHANNEL) if config.prerouter else None
     k = channel.shape[2] if channel is not None and not config.k else served_top_k(config, target)
     if k > trace.top_k:
-        raise UsageError(f"system.k={k} exceeds the {trace.top_k} experts that the trace holds for each token")
+        where = f"{CHANNEL} holds" if channel is not None and not config.k else "system.k asks for"
+        raise UsageError(f"{where} {k} experts for each token, the trace's router chose {trace.top_k}")
     tier = TIERS.get(geometry.name) or _assumed_tier(geometry)
-    held, notes = {}, [f"assumed: {tier.source}"] if config.lora or config.prerouter else []
+    held, notes = {}, []
     if config.lora:
         held["adapters"] = tier.adapter_bytes
+        notes.append(f"assumed: adapters of {tier.adapter_bytes / 1e6:.1f} MB ({tier.source})")
     if not config.prerouter:
-        return Equipment(held, None, k, tuple(notes), Content(None, None, 0, None))
+        return Equipment(held, None, k, tuple(notes), content=Content(None, None, 0, None))
     plan = Plan(geometry.layers, k, tier.consumers, tier.first_token)
     if channel is not None:
         if channel.shape[2] != k:
             raise UsageError(f"the trace's {CHANNEL} holds {channel.shape[2]} experts for each token, not system.k={k}")
-        recorded = tuple(int(layer) for layer in range(1, geometry.layers) if (channel[:, layer] >= 0).any())
-        if not recorded:
+        said = tuple(int(layer) for layer in range(1, geometry.layers) if (channel[:, layer] >= 0).any())
+        if not said:
             raise UsageError(f"the trace's {CHANNEL} predicts nothing; set system.prerouter=false to replay it")
-        plan = replace(plan, consumers=recorded, first_token="heads")  # the channel itself says where nothing was said
+        plan = replace(plan, consumers=said, first_token="heads")  # the channel itself says where nothing was said
     else:
         channel = predicted(trace, k, plan.consumers, OVERLAP, seed=0)
         shared = f"shares {OVERLAP:g} of the router's top {k} ({PAPER}: 2.2 to 2.6 of 4)"
         notes.append(f"assumed: predicted routing from a surrogate that {shared}")
+        notes.append(f"assumed: heads of layers {plan.owners[0]} to {plan.owners[-1]} ({tier.source})")
     first_token = plan.first_token if config.first_token == "auto" else config.first_token
     one = FP16 * head_parameters(geometry.hidden, geometry.experts)
     held["predictor"] = one * len(plan.owners)
-    return Equipment(
-        held, None, k, tuple(notes), Content(None, plan, one, lambda ops: Recorded(trace, channel, first_token))
-    )
+    content = Content(None, plan, one, lambda ops: Recorded(trace, channel, first_token))
+    return Equipment(held, None, k, tuple(notes), content=content)
 
 
 def _assumed_tier(geometry: Geometry) -> Tier:
     """For a model the paper does not serve: its 35B tier's shares, and a LoRA on four square projections a layer."""
     first = max(1, math.ceil(FIRST_SHARE * geometry.layers))
     size = geometry.layers * 4 * RANK * 2 * geometry.hidden * FP16
-    text = (
-        f"{geometry.name} served as the paper serves its 35B model: half of the experts, heads from layer {first - 1}"
-    )
+    text = "the shares of the paper's 35B model"
     return Tier(max(1, geometry.top_k // 2), consumers_from(first, geometry.layers), "gate", size, text)

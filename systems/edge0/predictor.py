@@ -25,8 +25,8 @@ class Predictor(ABC):
     """
 
     @abstractmethod
-    def reset(self) -> None:
-        """New requests: nothing was seen."""
+    def reset(self, sequences: np.ndarray) -> None:
+        """New requests, by their numbers: nothing was seen."""
 
     @abstractmethod
     def begin(self, step: Step) -> None:
@@ -65,9 +65,9 @@ class Heads(Predictor):
         self.bias = bias or {}
         self.index = {owner: i for i, owner in enumerate(plan.owners)}
         self.weights = {part: ops.stack([ops.tensor(heads[owner][part]) for owner in plan.owners]) for part in PARTS}
-        self.reset()
+        self.reset(np.zeros(0, np.int64))
 
-    def reset(self) -> None:
+    def reset(self, sequences: np.ndarray) -> None:
         """Forget features, what was executed, and predictions."""
         self._hidden: dict[int, Any] = {}
         self._now: dict[int, np.ndarray] = {}  # executed [B, E] at the last token seen
@@ -145,35 +145,46 @@ class Recorded(Predictor):
         starts = trace.sequence_starts.tolist()
         ends = [*starts[1:], trace.tokens]
         self._span = {int(trace.sequence[a]): (a, b) for a, b in zip(starts, ends, strict=True)}
-        self.reset()
+        self.reset(np.zeros(0, np.int64))
 
-    def reset(self) -> None:
-        """A trace needs no memory but which layers were asked."""
+    def reset(self, sequences: np.ndarray) -> None:
+        """Which prompts are still to be read; a trace needs no other memory but which layers were asked."""
+        phase = self.trace.phase
+        self._unread = {int(s) for s in sequences if phase[self._span[int(s)][0]] == PREFILL}
+        self._firsts: list[int] = []  # rows of first tokens whose prompts have been read
+        self._batch = len(sequences)
         self._evaluated: set[int] = set()
         self._current: set[int] = set()
 
     def begin(self, step: Step) -> None:
-        """What was evaluated is in force; find this step's rows, and those of the next tokens."""
+        """What was evaluated is in force; find this step's rows, and those of the next tokens.
+
+        Prompts of one batch may end at different passes: none of their first tokens is predicted before all have.
+        """
         self._current, self._evaluated = self._evaluated, set()
         trace, rows, after = self.trace, [], []
         for sequence, position in zip(step.sequence.tolist(), step.position.tolist(), strict=True):
             start, end = self._span[sequence]
             row = start + int(np.searchsorted(trace.position[start:end], position))
             rows.append(row)
-            predicted = row + 1 < end and trace.phase[row + 1] == DECODE
-            if predicted and (trace.phase[row] == DECODE or self.first_token == "heads"):
-                after.append(row + 1)
+            if row + 1 == end or trace.phase[row + 1] == DECODE:
+                self._unread.discard(sequence)
+                after += [row + 1] * (row + 1 < end)
         self._rows, self._after = np.array(rows), np.array(after, np.int64)
+        if step.phase != DECODE:
+            self._firsts += after
+            whole = self.first_token == "heads" and not self._unread and len(self._firsts) == self._batch
+            self._after = np.array(self._firsts if whole else [], np.int64)
 
     def observe(self, layer: int, step: Step, hidden: Any, executed: np.ndarray) -> None:
         """The channel has it."""
 
     def evaluate(self, layers: list[int], step: Step) -> dict[int, np.ndarray]:
-        """The next tokens' rows of the channel."""
+        """The next tokens' rows of the channel, where all of them were predicted."""
         chosen = {}
         for layer in layers:
             ids = self.channel[self._after, layer + 1]
-            if len(ids) and (ids[:, 0] != ABSENT).all():
+            if len(ids) and (ids != ABSENT).any(1).all():
                 chosen[layer + 1] = ids.astype(np.int64)
                 self._evaluated.add(layer + 1)
         return chosen

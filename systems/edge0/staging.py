@@ -13,6 +13,7 @@ import numpy as np
 
 from moebench.errors import MoebenchError, UsageError
 from moebench.residency.policies import Lru
+from moebench.units import human_bytes
 
 
 class StagingError(MoebenchError):
@@ -101,11 +102,22 @@ class Staging:
             raise StagingError("edge0: bookings and sets disagree")
 
 
-def capacity(slots: int, scope: str, layers: int, experts: int, consumers: int, top_k: int, batch: int, ahead: int):
+def capacity(
+    slots: int,
+    scope: str,
+    layers: int,
+    experts: int,
+    consumers: int,
+    top_k: int,
+    batch: int,
+    ahead: int,
+    slot_bytes: int,
+) -> int:
     """Experts a layer's set may hold: what a batch can choose at most, as far as the slots allow.
 
-    So many slots stay free of bookings as a layer that routes by itself may demand. A budget that cannot stage a single
-    sequence is a ``UsageError``; a batch that needs more than the slots hold is not staged (its sets exceed 0).
+    So many slots stay free of bookings as a layer that routes by itself may demand; ``ahead`` sets (0 or 1) are booked
+    beside those in use. A budget that cannot stage a single sequence is a ``UsageError``; a batch that needs more than
+    the slots hold is not staged (its sets exceed 0).
     """
 
     def room(rows: int) -> int:
@@ -118,6 +130,7 @@ def capacity(slots: int, scope: str, layers: int, experts: int, consumers: int, 
         needed = layers * top_k * (1 + ahead) if scope == "per_layer" else top_k * (consumers + ahead + 1)
         raise UsageError(
             f"edge0 books {top_k} experts for each of {consumers} layers{' and one set more' if ahead else ''}, and"
-            f" {top_k} slots for demand: {needed} slots; the budget gives {slots}, raise budget="
+            f" {top_k} slots for demand: {needed} slots, the budget gives {slots}; raise budget="
+            f" ({human_bytes(needed * slot_bytes)} and the engine's staging)"
         )
     return max(0, room(batch))
