@@ -15,7 +15,7 @@ from moebench.errors import UsageError
 
 MODES = ("off", "pred0", "naive_prev_token", "gate_replay", "adapter", "oracle", "adversarial")
 METRICS = ("decode_tok_s", "stall_ms_per_token", "hit_rate", "late_rate", "ssd_mib_per_token", "reads_per_token")
-COUNTS = ("issued", "useful", "late", "cancelled", "wasted", "ready_recall")
+COUNTS = ("issued", "useful", "late", "cancelled", "wasted", "ready_recall", "window_holds")
 
 
 def main(hw: str, model: str, words: list[str]) -> None:

@@ -124,8 +124,8 @@ def test_the_window_bounds_what_is_asked_for():
     unbounded, bounded = (Run(window=w, change=SLOW) for w in (False, True))
     assert 0 < bounded.counts["issued"] < 0.5 * unbounded.counts["issued"]
     assert bounded.all_bytes < unbounded.all_bytes
-    for run in (bounded, unbounded):  # 2.6 ms of compute and more of stall hold one or two reads of 8 ms, not six
-        assert run.counts["issued"] <= run.system.most * 7 * len(run.watch.records)
+    assert 0 < bounded.counts["window_holds"] < 6  # a few reads of 8 ms beside their own stalls
+    assert "window_holds" not in unbounded.counts
     wide, plain = (Run(window=w, change={"read_s": (0.0, 1e-5)}) for w in (True, False))
     missed = plain.counts["issued"] - wide.counts["issued"]
     assert 0 <= missed <= plain.system.most * 7  # those of the first token, when nothing was measured yet

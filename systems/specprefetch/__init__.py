@@ -165,7 +165,10 @@ class SpecPrefetch:
             target = point + lag
             if (target, lag) in self.scores:
                 keys = target * self.experts + np.arange(self.experts)
-                most = min(self.most, fitting(point, lag, keys, view)) if config.window else self.most
+                most = self.most
+                if config.window:
+                    most = min(most, fits := fitting(point, lag, keys, view))
+                    self.counts.window(lag, fits)
                 most -= sum(map(len, wanted))
                 there = view.resident(keys) | view.in_flight(keys)
                 found = chosen(self.scores[target, lag], keys[0], max(0, most), there, config.filter)

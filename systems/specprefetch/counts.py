@@ -20,6 +20,7 @@ class Counts:
         self.found = {lag: np.zeros(len(self.sizes), np.int64) for lag in (1, 2)}
         self.asked_of = {1: 0, 2: 0}
         self.rows = self.exact = self.predictions = 0
+        self.windows = self.held = 0
         self.demanded = self.ready = self.issued = self.useful = self.late = self.cancelled = 0
 
     def predicted(self, lag: int, rank: np.ndarray, experts: np.ndarray) -> None:
@@ -31,6 +32,12 @@ class Counts:
         if lag == 1:
             self.rows += len(got)
             self.exact += int((got < experts.shape[1]).all(1).sum())
+
+    def window(self, lag: int, holds: int) -> None:
+        """A window was looked at, and so many transfers it holds."""
+        if lag == 1:
+            self.windows += 1
+            self.held += holds
 
     def demand(self, ready: np.ndarray, ahead: np.ndarray, flying: np.ndarray) -> None:
         """A layer's demand came: bools per key, complete, asked for ahead, on its way."""
@@ -57,6 +64,8 @@ class Counts:
             shares["exact_set"] = self.exact / self.rows
         if self.demanded:
             shares["ready_recall"] = self.ready / self.demanded
+        if self.windows:
+            shares["window_holds"] = self.held / self.windows
         fates = {"issued": self.issued, "useful": self.useful, "late": self.late, "cancelled": self.cancelled}
         fates["wasted"] = self.issued - self.useful - self.late - self.cancelled
         return {
