@@ -308,3 +308,43 @@ def test_bookings_follow_the_sets(events):
             for used in list(staging.using):
                 staging.use(used, staging.using[used].tolist())
             staging.check_integrity()
+
+
+def uneven(lengths, prompts, seed=0):
+    """A trace of sequences of these lengths, of which so many tokens are prompts."""
+    parts = [
+        make_trace(length, sequences=1, prefill=p, seed=seed + i)
+        for i, (length, p) in enumerate(zip(lengths, prompts, strict=True))
+    ]
+    number = np.concatenate([np.full(part.tokens, i, np.int32) for i, part in enumerate(parts)])
+    joined = {name: np.concatenate([getattr(p, name) for p in parts]) for name in ("experts", "phase", "position")}
+    return type(parts[0])(**joined, sequence=number, metadata=parts[0].metadata)
+
+
+def fits(slots, scope, ahead):
+    """Whether one sequence can be staged under ``WIDE``: two sets of two, two slots for demand."""
+    return slots // 4 >= 2 + 2 * ahead if scope == "per_layer" else slots >= 2 * (2 + ahead) + 2
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(0, 11), st.integers(1, 9)), min_size=1, max_size=5), st.sampled_from(FILLS),
+    st.sampled_from(["gate", "heads"]), st.integers(1, 3), st.sampled_from([0, 6, 9]), st.integers(6, 24),
+    st.sampled_from(["shared", "per_layer"]),
+)  # fmt: skip
+def test_no_trace_batch_or_tier_drops_an_expert(shape, fill, first_token, batch, host, slots, scope):
+    """Prompts of any length, none at all, one decoded token, small tiers: everything routed is staged or demanded."""
+    trace = uneven([p + d for p, d in shape], [p for p, _ in shape])
+    slots = slots * 2 if scope == "per_layer" else slots
+    options = {"slots": slots, "batch": batch, "host": host, "scope": scope}
+    config = Edge0Config(fill=fill, first_token=first_token)
+    if not fits(slots, scope, ahead=fill == "eager"):
+        with pytest.raises(UsageError, match="raise budget="):
+            run(config, trace, **options)
+        return
+    system, watch, experts, _ = run(config, trace, **options)
+    assert system.report()["dropped"] == 0
+    read = sum(r.read_bytes for r in watch.records)
+    loads = sum(r.demand_reads + r.prefetch_reads for r in watch.records)
+    assert host or read == loads * GEOMETRY.slot_bytes
+    experts.check_integrity()
