@@ -105,7 +105,7 @@ class SpecPrefetch:
             "lru", geometry.keys, run.slots, layers=geometry.layers, seed=run.seed,
             pools=geometry.layers if run.scope == "per_layer" else 1,
         )  # fmt: skip
-        self.counts = Counts(geometry.top_k, geometry.slot_bytes)
+        self.counts = Counts(geometry.slot_bytes)
         self.held = np.zeros(geometry.keys, bool)  # asked for a layer that is still to come
         self._clear()
 
@@ -194,9 +194,7 @@ class SpecPrefetch:
 
     @hookimpl
     def evict(self, tier: str, need: int, candidates: np.ndarray, view: Any) -> np.ndarray:
-        """The least recently used of what no layer to come waits for, then of that: but no prefetch takes another's slot
-        on the device.
-        """
+        """The least recently used of what no layer to come waits for, then of that; a prefetch takes only the first."""
         held = self.held[candidates]
         free = candidates[~held]
         victims = self.policy.victims(free, min(need, len(free)))

@@ -14,10 +14,10 @@ import numpy as np
 class Counts:
     """Running sums of one run."""
 
-    def __init__(self, top_k: int, expert_bytes: int) -> None:
+    def __init__(self, expert_bytes: int) -> None:
         self.expert_bytes = expert_bytes
-        self.sizes = tuple(dict.fromkeys((max(1, top_k // 2), top_k, top_k + 2)))
-        self.found = {lag: np.zeros(len(self.sizes), np.int64) for lag in (1, 2)}
+        self.sizes: tuple[int, ...] = ()  # a trace may have another K than its model
+        self.found = {1: np.zeros(3, np.int64), 2: np.zeros(3, np.int64)}
         self.asked_of = {1: 0, 2: 0}
         self.rows = self.exact = self.predictions = 0
         self.windows = self.held = 0
@@ -25,13 +25,15 @@ class Counts:
 
     def predicted(self, lag: int, rank: np.ndarray, experts: np.ndarray) -> None:
         """A layer was predicted ``lag`` layers before: ranks by expert, and the rows' experts int [rows, K]."""
+        k = experts.shape[1]
+        self.sizes = (max(1, k // 2), k, k + 2)
         got = np.append(rank, len(rank))[experts]
         self.found[lag] += [int((got < size).sum()) for size in self.sizes]
         self.asked_of[lag] += got.size
         self.predictions += 1
         if lag == 1:
             self.rows += len(got)
-            self.exact += int((got < experts.shape[1]).all(1).sum())
+            self.exact += int((got < k).all(1).sum())
 
     def window(self, lag: int, holds: int) -> None:
         """A window was looked at, and so many transfers it holds."""
