@@ -92,6 +92,7 @@ def test_a_recorded_trace_takes_a_collection_of_its_model_or_says_how_to_make_on
     assert find(TARGET) == folder
     brought = equip(options(), TARGET)
     assert np.array_equal(brought.content, count(TRACE))
+    assert brought.files == {"collection": TRACE.hash}
     assert brought.held_bytes == {"predictor": 3 * SHAPE.keys * 4}
     assert equip(options(capacity=2), TARGET).held_bytes == {"predictor": 2 * SHAPE.keys * 4}
     empty = equip(options(collection="empty"), TARGET)
@@ -160,7 +161,7 @@ def test_a_replay_runs_through_the_harness_on_one_memory_and_on_two():
     common = {"system": "moe_infinity", "model": "deepseek-vl2-tiny", "quality": "none", "budget": "0.4"}
     short = {"workload.requests": 1, "workload.prompt_tokens": 8, "workload.new_tokens": 12, "warmup_tokens": 2}
     for hw in ("m4pro", "rtx5090_32gb"):
-        (row,) = moebench.run(hw=hw, **common, **short)
+        (row,) = moebench.run(hw=hw, **common, **short, **{"system.ahead": 2})
         assert row.status == "ok", row.error
         assert row.fidelity == "advisory"
         assert row.protocol["counters"]["prefetched"] > 0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moebench.step import DECODE, Step
 from moebench.systems.moe_infinity.artefact import count
-from moebench.systems.moe_infinity.lookahead import SHARE, admitted, best, priorities
+from moebench.systems.moe_infinity.lookahead import SHARE, admitted, best, priorities, worthwhile
 from moebench.systems.moe_infinity.matching import Matcher
 from moebench.systems.moe_infinity.matrices import Activity, Collection
 from moebench.systems.moe_infinity.replacement import EPSILON
@@ -177,3 +177,9 @@ def test_the_best_are_those_of_a_sort_among_what_is_wanted(scores, data, count_)
 )
 def test_one_window_is_let_through(cost, busy, window, expected):
     assert admitted(np.array(cost), busy, window) == expected
+
+
+def test_a_read_must_be_worth_its_start():
+    chance, cost = np.array([0.5, 0.5, 0.1, 0.0]), np.array([1.0, 0.1, 1.0, 0.0])
+    assert worthwhile(chance, cost, 0.2).tolist() == [True, False, False, True]  # a cost that nobody knows may start
+    assert worthwhile(chance, cost, np.inf).tolist() == [True] * 4

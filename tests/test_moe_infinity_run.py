@@ -386,6 +386,8 @@ def test_it_says_what_it_is():
     assert spec.fidelity(options(prefetch=False)) == "exact"
     for found in spec.published:
         assert found.hw == "a5000_24gb"
+        assert found.where(options(prefetch=False, replace="incache"))
+        assert not found.where(MoeInfinityConfig())
         (value, source) = found.metrics["decode_tok_s"]
         assert 1 / value == pytest.approx(float(source.rpartition(": ")[2]))
     assert isinstance(spec.make(options(prefetch=False), replace_run()), MoeInfinity)

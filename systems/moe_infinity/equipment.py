@@ -31,8 +31,15 @@ SETTING = (
     "bf16, batch 1, all experts in pinned host memory, prefetch switched off in its main branch; prompts of LongBench, "
     "GSM8K, FLAN, BIG-Bench and MMLU"
 )
+
+
+def published_setting(config: MoeInfinityConfig) -> bool:
+    """Whether options are those of the code that the project's table was taken with."""
+    return not config.prefetch and config.replace == "incache"
+
+
 PUBLISHED = tuple(
-    Published("a5000_24gb", model, {"decode_tok_s": (1 / seconds, f"{FIGURES}: {seconds}")}, SETTING)
+    Published("a5000_24gb", model, {"decode_tok_s": (1 / seconds, f"{FIGURES}: {seconds}")}, SETTING, published_setting)
     for model, seconds in (("mixtral-8x7b", 0.735), ("deepseek-v2-lite", 0.155))
 )
 
@@ -42,20 +49,21 @@ def equip(config: MoeInfinityConfig, target: Target) -> Equipment:
     shape = target.geometry
     if not config.matches:
         return Equipment(content=np.zeros((0, shape.layers, shape.experts)))
-    counts, notes = _start(config, target)
+    counts, notes, files = _start(config, target)
     capacity = config.capacity or len(counts) or CAPACITY
     if config.persistent >= capacity:
         raise UsageError(
             f"system.persistent={config.persistent} must be below the {capacity} entries of the collection"
         )
     held = {"predictor": capacity * shape.keys * FLOAT}
-    return Equipment(held, assumptions=notes, content=counts.astype(np.float64))
+    return Equipment(held, assumptions=notes, files=files, content=counts.astype(np.float64))
 
 
-def _start(config: MoeInfinityConfig, target: Target) -> tuple[np.ndarray, tuple[str, ...]]:
+def _start(config: MoeInfinityConfig, target: Target) -> tuple[np.ndarray, tuple[str, ...], dict[str, str]]:
+    """Matrices, what is assumed, and the hash of the trace that a prepared file was counted on."""
     shape, trace = target.geometry, target.trace
     if config.collection == "empty":
-        return np.zeros((0, shape.layers, shape.experts)), ()
+        return np.zeros((0, shape.layers, shape.experts)), (), {}
     folder = Path(config.collection).expanduser() if config.collection else None
     if folder is None and trace is not None and "parameters" in trace.metadata:
         return _made_up(trace)
@@ -67,14 +75,14 @@ def _start(config: MoeInfinityConfig, target: Target) -> tuple[np.ndarray, tuple
         )
     made = artefact.load(folder)
     artefact.check(made, target)
-    return made.counts, ()
+    return made.counts, (), {"collection": made.trace_hash}
 
 
-def _made_up(trace: Trace) -> tuple[np.ndarray, tuple[str, ...]]:
+def _made_up(trace: Trace) -> tuple[np.ndarray, tuple[str, ...], dict[str, str]]:
     """Matrices of other requests to the synthetic model that made this trace."""
     known = {field.name for field in fields(SyntheticSpec)}
     spec = SyntheticSpec(**{name: value for name, value in trace.metadata["parameters"].items() if name in known})
     texts = -(-MADE_UP // spec.sequences)
     counts = [artefact.count(synthesize(replace(spec, text=spec.text + n))) for n in range(1, texts + 1)]
     matrices = np.concatenate(counts)[:MADE_UP]
-    return matrices, (f"assumed: activation matrices of {MADE_UP} other requests to the same synthetic model",)
+    return matrices, (f"assumed: activation matrices of {MADE_UP} other requests to the same synthetic model",), {}

@@ -33,10 +33,10 @@ def best(scores: np.ndarray, wanted: np.ndarray, count: int) -> np.ndarray:
 def worthwhile(chance: np.ndarray, cost: np.ndarray, issue_s: float) -> np.ndarray:
     """bool per read: the seconds it may save, times the chance of use, exceed what starting it costs the host.
 
-    ``chance`` is expected uses by the next token, ``cost`` seconds of the read. An ``issue_s`` not known yet is
-    infinite and counts as nothing.
+    ``chance`` is expected uses by the next token, ``cost`` seconds of the read, 0 while nobody knows it: then it may
+    start. An ``issue_s`` not known yet is infinite and counts as nothing.
     """
-    return chance * cost > (issue_s if np.isfinite(issue_s) else 0.0)
+    return (cost == 0) | (chance * cost > (issue_s if np.isfinite(issue_s) else 0.0))
 
 
 def admitted(cost: np.ndarray, busy: float, window: float) -> int:
