@@ -31,9 +31,8 @@ REPLAY = {"model": "mini", "hw": "m4pro", "budget": "0.4", "quality": "none", **
 
 def made(trace="abc", **changes) -> artefact.Fitted:
     nets = {kind: random_nets(kind) for kind in ("joint", "shared")}
-    return artefact.Fitted(
-        **{"model": "small", "weights_hash": "w", "top_k": 3, "trace": trace, "nets": nets, **changes}
-    )
+    known = {"model": "small", "weights_hash": "w", "top_k": 3, "trace": trace, "preferred": "joint", "nets": nets}
+    return artefact.Fitted(**{**known, **changes})
 
 
 def live(**changes) -> Target:
@@ -89,7 +88,9 @@ def test_the_users_own_nets_come_before_shipped_ones(tmp_path, monkeypatch):
             artefact.find(target)
     folder = artefact.save(made(), tmp_path / "artefacts" / "flashmoe" / "small")
     assert artefact.find(live()) == artefact.find(live(trace=make_trace())) == folder
-    only = artefact.save(made(nets={"shared": random_nets("shared")}), tmp_path / "artefacts" / "flashmoe" / "small")
+    only = artefact.save(
+        made(preferred="shared", nets={"shared": random_nets("shared")}), tmp_path / "artefacts" / "flashmoe" / "small"
+    )
     assert equip(FlashMoeConfig(), live()).content.kind == "shared"
     assert equip(FlashMoeConfig(net="none"), live()).content is None
     with pytest.raises(UsageError, match=f"{only} has shared nets only; fit joint ones: .* nets=joint"):
@@ -210,6 +211,9 @@ def test_a_trace_is_fitted_with_both_kinds(mini, tmp_path, capsys):  # noqa: F81
     fitted = artefact.load(tmp_path / "out" / "mini")
     assert set(fitted.nets) == {"joint", "shared"}
     assert fitted.provenance["source"] == "t"
+    rates = fitted.provenance["held_out_hit_rates"]
+    assert set(rates) == {"lru", "joint", "shared"}
+    assert sum(rates[fitted.preferred]) == max(sum(rates[kind]) for kind in fitted.nets)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ class FlashMoeConfig:
     net: Literal["auto", "joint", "shared", "none"] = field(
         default="auto",
         metadata={
-            "help": "joint: a net sees all of its layer at once; shared: one expert; none: LRU; auto: joint if fitted"
+            "help": "joint: sees all of a layer at once; shared: one expert; none: LRU; auto: what hit more when fitted"
         },
     )
     late: bool = field(

@@ -24,24 +24,25 @@ from moebench.systemspec import Target
 FILE = "nets.safetensors"
 HEADER = "moebench"
 SCHEMA = 1
-FIELDS = ("model", "weights_hash", "top_k", "trace", "hidden", "layers", "experts", "provenance")
+FIELDS = ("model", "weights_hash", "top_k", "trace", "preferred")
 
 
 @dataclass(frozen=True, eq=False)
 class Fitted:
     """Nets by kind for one model. ``weights_hash`` is empty where only routing was known; ``trace`` is the hash of the
-    routing they learned from.
+    routing they learned from; ``preferred`` is the kind that hit more on what was held out of it.
     """
 
     model: str
     weights_hash: str
     top_k: int
     trace: str
+    preferred: str
     nets: Mapping[str, Nets]
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.nets or any(net.kind != kind for kind, net in self.nets.items()):
+        if self.preferred not in self.nets or any(net.kind != kind for kind, net in self.nets.items()):
             raise UsageError(f"eviction nets are needed by their kinds: {', '.join(KINDS)}")
         if len({(net.layers, net.experts) for net in self.nets.values()}) > 1:
             raise UsageError("eviction nets of one file are for one geometry")
@@ -59,10 +60,13 @@ def save(fitted: Fitted, folder: Path) -> Path:
 
     layers, experts, _ = fitted.shape
     header = {
-        "schema": SCHEMA, "model": fitted.model, "weights_hash": fitted.weights_hash, "top_k": fitted.top_k,
-        "trace": fitted.trace, "layers": layers, "experts": experts,
-        "hidden": {kind: net.hidden for kind, net in fitted.nets.items()}, "provenance": dict(fitted.provenance),
-    }  # fmt: skip
+        "schema": SCHEMA,
+        "layers": layers,
+        "experts": experts,
+        "hidden": {kind: net.hidden for kind, net in fitted.nets.items()},
+        "provenance": dict(fitted.provenance),
+        **{name: getattr(fitted, name) for name in FIELDS},
+    }
     arrays = {kind: net.weights for kind, net in fitted.nets.items()}
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
@@ -89,9 +93,7 @@ def load(folder: Path) -> Fitted:
     try:
         arrays = load_file(folder / FILE)
         nets = {kind: Nets(kind, header["experts"], hidden, arrays[kind]) for kind, hidden in header["hidden"].items()}
-        made = Fitted(
-            *(header[name] for name in ("model", "weights_hash", "top_k", "trace")), nets, header["provenance"]
-        )
+        made = Fitted(*(header[name] for name in FIELDS), nets, header["provenance"])
     except (SafetensorError, OSError, UsageError, KeyError, TypeError, AttributeError) as error:
         raise _broken(folder / FILE, " ".join(str(error).split())) from None
     if made.shape[0] != header["layers"]:
@@ -112,7 +114,7 @@ def read_header(file: Path) -> dict[str, Any]:
         raise _broken(file, f"no readable header ({' '.join(str(error).split())})") from None
     if not isinstance(header, dict) or header.get("schema") != SCHEMA:
         raise _broken(file, f"its schema is not {SCHEMA}")
-    if missing := [name for name in FIELDS if name not in header]:
+    if missing := [name for name in (*FIELDS, "layers", "experts", "hidden", "provenance") if name not in header]:
         raise _broken(file, f"its header lacks {', '.join(missing)}")
     return header
 

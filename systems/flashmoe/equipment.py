@@ -1,9 +1,11 @@
-"""What FlashMoE brings to a run: fitted nets for this model, and the figures its paper reports."""
+"""What FlashMoE brings to a run: the fitted nets of this model."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import xxhash
 
 from moebench.errors import UsageError
 from moebench.systems.flashmoe import artefact as artefacts
@@ -11,6 +13,8 @@ from moebench.systemspec import Equipment, Target
 
 if TYPE_CHECKING:
     from moebench.systems.flashmoe import FlashMoeConfig
+
+FLOAT64 = 8  # what one number takes where the nets run in numpy; a modeled machine holds them as they are stored
 
 
 def equip(config: FlashMoeConfig, target: Target) -> Equipment:
@@ -20,17 +24,15 @@ def equip(config: FlashMoeConfig, target: Target) -> Equipment:
     folder = Path(config.artefact).expanduser() if config.artefact else artefacts.find(target)
     fitted = artefacts.load(folder)
     artefacts.check(fitted, target)
-    kind = config.net
-    if kind == "auto":
-        kind = "joint" if "joint" in fitted.nets else "shared"
+    kind = fitted.preferred if config.net == "auto" else config.net
     if kind not in fitted.nets:
-        have = ", ".join(fitted.nets)
-        raise UsageError(
-            f"flashmoe: {folder} has {have} nets only; fit {kind} ones: {artefacts.command(target)} nets={kind}"
-        )
+        have, how = ", ".join(fitted.nets), artefacts.command(target)
+        raise UsageError(f"flashmoe: {folder} has {have} nets only; fit {kind} ones: {how} nets={kind}")
     nets = fitted.nets[kind]
     notes = []
     if target.trace is not None:
         source = fitted.provenance.get("source", "routing of unknown origin")
         notes.append(f"assumed: {kind} eviction nets fitted on another trace ({source}, hash {fitted.trace[:8]})")
-    return Equipment({"predictor": nets.layers * nets.layer_bytes}, assumptions=tuple(notes), content=nets)
+    held = nets.weights.size * FLOAT64 if target.number_bytes else nets.weights.nbytes
+    files = {f"{kind} nets": xxhash.xxh3_128((folder / artefacts.FILE).read_bytes()).hexdigest()}
+    return Equipment({"predictor": held}, assumptions=tuple(notes), files=files, content=nets)

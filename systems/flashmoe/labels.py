@@ -69,15 +69,22 @@ def next_use(used: np.ndarray, horizon: int) -> np.ndarray:
     return distance
 
 
+def held_out_rows(trace: Trace, share: float) -> slice:
+    """Rows of the last ``share`` of a trace's requests or, if it has one request, of its tokens."""
+    starts = trace.sequence_starts
+    if len(starts) > 1:
+        return slice(int(starts[-max(1, round(share * len(starts)))]), trace.tokens)
+    return slice(trace.tokens - round(share * trace.tokens), trace.tokens)
+
+
 def samples(trace: Trace, chunk: int, horizon: int, held_out: float) -> Samples:
-    """All of a trace; the last share ``held_out`` of its requests (of its steps, if it has one request) is held out.
+    """All of a trace; the steps of ``held_out_rows`` are held out.
 
     The target is (d - 1) / (horizon - 1), d clipped at the horizon (CECAR's reading of FlashMoE's labels).
     """
     used, request = demands(trace, chunk)
-    requests = int(request[-1]) + 1 if len(request) else 0
-    if requests > 1:
-        out = request >= requests - max(1, round(held_out * requests))
+    if len(starts := trace.sequence_starts) > 1:
+        out = request >= np.searchsorted(starts, held_out_rows(trace, held_out).start)
     else:
         out = np.arange(len(used)) >= len(used) - round(held_out * len(used))
     recency, frequency, target = (np.empty(used.shape, np.float32) for _ in range(3))

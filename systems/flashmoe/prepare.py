@@ -11,6 +11,7 @@ import hashlib
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +25,7 @@ from moebench.version import __version__
 
 SCRIPTS = ("labels.py", "nets.py", "prepare.py", "training.py")
 HIDDEN = {"joint": 64, "shared": 32}
+SHARES = (0.25, 0.5)  # of a layer's experts, held while the fitted nets are compared
 PROMPT = 64  # prompt tokens of a synthetic request
 Progress = Callable[[str, int, int], None]
 
@@ -66,7 +68,7 @@ def fit(options: PrepareOptions, folder: Path, name: str, out: Path, progress: P
     import torch
 
     from moebench.systems.flashmoe.artefact import Fitted, save
-    from moebench.systems.flashmoe.labels import samples
+    from moebench.systems.flashmoe.labels import held_out_rows, samples
     from moebench.systems.flashmoe.training import Recipe
     from moebench.systems.flashmoe.training import fit as fit_net
 
@@ -84,8 +86,26 @@ def fit(options: PrepareOptions, folder: Path, name: str, out: Path, progress: P
     for kind in kinds.get(options.nets, (options.nets,)):
         recipe = Recipe(options.rate, options.epochs, options.patience, options.seed)
         nets[kind], reports[kind] = fit_net(kind, options.hidden or HIDDEN[kind], learned, recipe, progress)
-    provenance = _provenance(options, trace, len(learned.held_out), reports)
-    return save(Fitted(name, weights_hash, trace.top_k, trace.hash, nets, provenance), out / name)
+    progress("cache replay of what was held out", 0, 1)
+    rates = _hit_rates(trace.take(held_out_rows(trace, options.held_out)), options.chunk, nets)
+    preferred = max(nets, key=lambda kind: sum(rates[kind]))
+    provenance = {**_provenance(options, trace, len(learned.held_out), reports), "held_out_hit_rates": rates}
+    return save(Fitted(name, weights_hash, trace.top_k, trace.hash, preferred, nets, provenance), out / name)
+
+
+def _hit_rates(trace: Trace, chunk: int, nets: dict[str, Any]) -> dict[str, list[float]]:
+    """Hits per request of LRU and of the nets with slots for each of ``SHARES`` of a layer's experts."""
+    from moebench.residency.replay import events, replay
+    from moebench.systems.flashmoe.policy import Learned
+
+    todo = events(trace, chunk)
+    sizes = [trace.layers * max(trace.top_k, round(share * trace.expert_count)) for share in SHARES]
+    arms = {"lru": "lru", **{kind: partial(Learned, nets=net) for kind, net in nets.items()}}
+    rates = {}
+    for name, policy in arms.items():
+        done = [replay(todo, policy, slots, "per_layer") for slots in sizes]
+        rates[name] = [round(one.hits / one.requests, 6) for one in done]
+    return rates
 
 
 def _routing(options: PrepareOptions, folder: Path, name: str, progress: Progress) -> tuple[str, Trace]:
