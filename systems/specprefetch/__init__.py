@@ -161,14 +161,17 @@ class SpecPrefetch:
         if config.mode not in READING:
             return None
         wanted: list[np.ndarray] = []
+        later = [keys for layer, keys in self.asked.items() if layer > point]
+        busy = int(view.in_flight(np.concatenate(later)).sum()) if later else 0
         for lag in range(1, config.horizon + 1):
             target = point + lag
             if (target, lag) in self.scores:
                 keys = target * self.experts + np.arange(self.experts)
                 most = self.most
                 if config.window:
-                    most = min(most, fits := fitting(point, lag, keys, view))
-                    self.counts.window(lag, fits)
+                    holds = fitting(point, lag, keys, view)
+                    self.counts.window(lag, holds)
+                    most = min(most, holds - busy)  # what was asked for two layers ahead is still to be read
                 most -= sum(map(len, wanted))
                 there = view.resident(keys) | view.in_flight(keys)
                 found = chosen(self.scores[target, lag], keys[0], max(0, most), there, config.filter)
