@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
+from moebench import artefact as artefact_files
 from moebench.backends.base import Adapters
 from moebench.errors import UsageError
-from moebench.systems.edge0 import artefact as files
-from moebench.systems.edge0.artefact import HEADER, LORA, PREROUTER, Artefact, Base, check, find, load, save
+from moebench.systems.edge0.artefact import LORA, PREROUTER, Artefact, Base, check, find, load, save
 from moebench.systems.edge0.heads import Plan
 
 
@@ -108,8 +108,9 @@ def test_what_is_no_artefact_cannot_be_made(change, hint):
 
 def rewrite(file, tensors=lambda t: t, header=lambda h: h):
     """Write a file anew with other tensors or another header, as if both had been meant."""
-    new, told = tensors(load_file(file)), files.read_header(file)
-    save_file(new, file, metadata={HEADER: json.dumps(header({**told, "digest": files.digest(new)}))})
+    new, told = tensors(load_file(file)), artefact_files.read_header(file)
+    said = header({**told, "digest": artefact_files.digest(new)})
+    save_file(new, file, metadata={artefact_files.HEADER: json.dumps(said)})
 
 
 def flip(file, at):
@@ -173,7 +174,7 @@ def test_only_the_model_it_was_made_for_is_served():
 
 def test_the_users_own_is_found_before_the_shipped_one(tmp_path, monkeypatch):
     monkeypatch.setenv("MOEBENCH_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(files.resources, "files", lambda package: tmp_path / "package")
+    monkeypatch.setattr(artefact_files.resources, "files", lambda package: tmp_path / "package")
     with pytest.raises(UsageError, match=r"none for this model.*moebench prepare system=edge0 model=small k=1"):
         find(target(), 1)
     shipped = save(artefact(top_k=1), tmp_path / "package" / "artefacts" / "s")

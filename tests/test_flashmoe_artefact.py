@@ -100,7 +100,7 @@ def test_the_users_own_nets_come_before_shipped_ones(tmp_path, monkeypatch):
 def test_a_damaged_file_is_one_line(tmp_path):
     folder = artefact.save(made(), tmp_path / "small")
     whole = (folder / artefact.FILE).read_bytes()
-    for damaged, hint in ((whole[:-9], "prepare the artefact again"), (b"x" * 99, "no readable header")):
+    for damaged, hint in ((whole[:-9], "the artefact again"), (b"x" * 99, "no readable header")):
         (folder / artefact.FILE).write_bytes(damaged)
         with pytest.raises(UsageError, match=hint):
             artefact.load(folder)

@@ -8,28 +8,21 @@ trained for, and how. Knows files and shapes; knows no training and no tensor li
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
+from moebench.artefact import broken, fitting, read, stored, write
 from moebench.backends.base import Adapters
 from moebench.errors import UsageError
-from moebench.plugins import home
 from moebench.systems.edge0.heads import PARTS, Plan, head_shapes
 from moebench.systemspec import Target
 
 PREROUTER, LORA = "prerouter.safetensors", "lora.safetensors"
-HEADER = "moebench"
-SCHEMA = 1
+NEEDS = ("kind", "weights_hash", "top_k", "rank", "alpha")
 
 
 @dataclass(frozen=True)
@@ -62,13 +55,13 @@ class Artefact:
             raise UsageError(f"heads of layers {sorted(self.heads)} are not those of {list(self.plan.owners)}")
         for owner, head in self.heads.items():
             for part, shape in head_shapes(self.base.hidden, self.base.experts).items():
-                _fits(f"layers.{owner}.{part}.weight", head.get(part), shape)
+                fitting(f"layers.{owner}.{part}.weight", head.get(part), shape)
         if self.adapters is not None:
             if not self.adapters.pairs:
                 raise UsageError("adapters without matrices: leave them out")
             for name, (a, b) in self.adapters.pairs.items():
-                _fits(f"{name}.lora_A", a, (self.rank, a.shape[-1]))
-                _fits(f"{name}.lora_B", b, (b.shape[0], self.rank))
+                fitting(f"{name}.lora_A", a, (self.rank, a.shape[-1]))
+                fitting(f"{name}.lora_B", b, (b.shape[0], self.rank))
 
     @property
     def rank(self) -> int:
@@ -82,33 +75,14 @@ class Artefact:
 
 
 def save(artefact: Artefact, folder: Path) -> Path:
-    """Write the folder whole: a reader finds the complete old one, the complete new one, or none."""
-    from safetensors.numpy import save as serialise
-
-    tensors = {f"layers.{n}.{part}.weight": head[part] for n, head in sorted(artefact.heads.items()) for part in PARTS}
-    files = {PREROUTER: ("prerouter", tensors)}
+    """Write the folder whole, see ``moebench.artefact``."""
+    heads = {f"layers.{n}.{part}.weight": head[part] for n, head in artefact.heads.items() for part in PARTS}
+    files = {PREROUTER: (_header(artefact, "prerouter"), heads)}
     if artefact.adapters is not None:
         pairs = artefact.adapters.pairs.items()
         sides = {f"{name}.lora_{side}": pair["AB".index(side)] for name, pair in pairs for side in "AB"}
-        files[LORA] = ("lora", sides)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-    try:
-        new = scratch / "new"
-        new.mkdir()
-        for file, (kind, arrays) in files.items():
-            said = {**_header(artefact, kind), "digest": digest(arrays)}
-            header = {HEADER: json.dumps(said, sort_keys=True)}
-            with open(new / file, "wb") as out:
-                out.write(serialise({k: np.ascontiguousarray(a) for k, a in arrays.items()}, metadata=header))
-                out.flush()
-                os.fsync(out.fileno())
-        if folder.exists():
-            folder.rename(scratch / "old")
-        new.rename(folder)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return folder
+        files[LORA] = (_header(artefact, "lora"), sides)
+    return write(folder, files)
 
 
 def load(folder: Path, adapters: bool = True) -> Artefact:
@@ -121,17 +95,17 @@ def load(folder: Path, adapters: bool = True) -> Artefact:
     for key, array in tensors.items():
         layers, owner, part, weight = (*key.split("."), "", "", "")[:4]
         if (layers, weight) != ("layers", "weight") or part not in PARTS or not owner.isdecimal():
-            raise _broken(folder / PREROUTER, f"tensor {key} is no part of a head")
+            raise broken(folder / PREROUTER, f"tensor {key} is no part of a head")
         heads.setdefault(int(owner), {})[part] = array
     pairs = None
     if header["rank"] and adapters:
         other, sides = _read(folder / LORA, "lora")
         if differing := sorted(k for k in header if k not in ("kind", "digest") and header[k] != other.get(k)):
-            raise _broken(folder / LORA, f"it does not belong to {PREROUTER}: {', '.join(differing)} differ")
+            raise broken(folder / LORA, f"it does not belong to {PREROUTER}: {', '.join(differing)} differ")
         try:
             pairs = paired(sides)
         except UsageError as error:
-            raise _broken(folder / LORA, str(error)) from None
+            raise broken(folder / LORA, str(error)) from None
     served = Adapters(header["alpha"] / header["rank"], pairs) if pairs else None
     try:
         shape = header["geometry"]
@@ -142,9 +116,9 @@ def load(folder: Path, adapters: bool = True) -> Artefact:
         plan = Plan(base.layers, header["top_k"], tuple(header["consumers"]), header["first_token"])
         made = Artefact(base, plan, heads, served, header["provenance"])
     except (UsageError, KeyError, TypeError, IndexError) as error:
-        raise _broken(folder, str(error)) from None
+        raise broken(folder, str(error)) from None
     if served and made.rank != header["rank"]:
-        raise _broken(folder / LORA, f"adapters of rank {made.rank}, the header says {header['rank']}")
+        raise broken(folder / LORA, f"adapters of rank {made.rank}, the header says {header['rank']}")
     return made
 
 
@@ -169,41 +143,13 @@ def check(artefact: Artefact, target: Target, top_k: int) -> None:
 def find(target: Target, top_k: int) -> Path:
     """The folder of the artefact for these weights and ``top_k``: the user's own first, then the shipped ones."""
     known = []
-    for folder in _candidates():
-        header = read_header(folder / PREROUTER)
+    for folder, header in stored("edge0", __package__, PREROUTER, NEEDS):
         if header["weights_hash"] == target.weights_hash:
             if header["top_k"] == top_k:
                 return folder
             known.append(header["top_k"])
     have = f"those for this model have K {', '.join(map(str, sorted(set(known))))}" if known else "none for this model"
     raise UsageError(f"edge0: no heads for {target.name} with K {top_k} ({have}); make them: {_command(target, top_k)}")
-
-
-def read_header(file: Path) -> dict[str, Any]:
-    """What a file says of itself, without its tensors."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(str(file), framework="numpy") as opened:
-            header = json.loads((opened.metadata() or {})[HEADER])
-    except FileNotFoundError:
-        raise UsageError(f"{file}: no such file; prepare the artefact again") from None
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
-        raise _broken(file, f"no readable header ({' '.join(str(error).split())})") from None
-    if not isinstance(header, dict) or header.get("schema") != SCHEMA:
-        raise _broken(file, f"its schema is not {SCHEMA}")
-    if missing := [name for name in ("kind", "weights_hash", "top_k", "rank", "alpha") if name not in header]:
-        raise _broken(file, f"its header lacks {', '.join(missing)}")
-    return header
-
-
-def digest(tensors: Mapping[str, np.ndarray]) -> str:
-    """xxh3-128 over names, dtypes, shapes and bytes of tensors, in order of name."""
-    total = xxhash.xxh3_128()
-    for name, array in sorted(tensors.items()):
-        total.update(f"{name}\0{array.dtype}\0{array.shape}\0".encode())
-        total.update(np.ascontiguousarray(array).data)
-    return total.hexdigest()
 
 
 def paired(sides: Mapping[str, np.ndarray]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -218,7 +164,6 @@ def paired(sides: Mapping[str, np.ndarray]) -> dict[str, tuple[np.ndarray, np.nd
 def _header(artefact: Artefact, kind: str) -> dict[str, Any]:
     base, plan = dataclasses.asdict(artefact.base), artefact.plan
     return {
-        "schema": SCHEMA,
         "kind": kind,
         "geometry": {name: base.pop(name) for name in ("layers", "experts", "hidden")},
         **base,
@@ -232,39 +177,11 @@ def _header(artefact: Artefact, kind: str) -> dict[str, Any]:
 
 
 def _read(file: Path, kind: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
-    header = read_header(file)
+    header, tensors = read(file, NEEDS)
     if header["kind"] != kind:
-        raise _broken(file, f"it is a {header['kind']} file")
-    try:
-        tensors = load_file(file)
-    except (SafetensorError, OSError, KeyError) as error:
-        raise _broken(file, f"unreadable ({' '.join(str(error).split())})") from None
-    if digest(tensors) != header.get("digest"):
-        raise _broken(file, "its numbers are not those that were written")
+        raise broken(file, f"it is a {header['kind']} file")
     return header, tensors
-
-
-def _fits(name: str, matrix: np.ndarray | None, shape: tuple[int, ...]) -> None:
-    if matrix is None:
-        raise UsageError(f"{name} is missing")
-    if matrix.shape != shape or matrix.dtype != np.float16:
-        raise UsageError(f"{name} is {matrix.dtype} {matrix.shape}, expected float16 {shape}")
-    if not np.isfinite(matrix).all():
-        raise UsageError(f"{name} holds numbers that are not finite")
-
-
-def _candidates() -> Iterator[Path]:
-    for parent in (home() / "artefacts" / "edge0", Path(str(resources.files(__package__))) / "artefacts"):
-        folders = sorted(parent.iterdir()) if parent.is_dir() else []
-        yield from (f for f in folders if (f / PREROUTER).is_file() and not f.name.startswith("."))
 
 
 def _command(target: Target, top_k: int) -> str:
     return f"moebench prepare system=edge0 model={target.name} k={top_k}"
-
-
-def _broken(file: Path, what: str) -> UsageError:
-    return UsageError(f"{file}: {what}; prepare or import the artefact again")

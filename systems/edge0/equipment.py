@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moebench.artefact import read_header
 from moebench.errors import UsageError
 from moebench.geometry import Geometry
 from moebench.routing import RoutingLaw, law_of_config
@@ -125,12 +126,12 @@ def _live(config: Edge0Config, target: Target) -> Equipment:
     held, files = {}, {}
     if config.prerouter:
         held["predictor"] = found.nbytes * (target.number_bytes or FP16) // FP16
-        files["prerouter"] = artefacts.read_header(folder / artefacts.PREROUTER)["digest"]
+        files["prerouter"] = read_header(folder / artefacts.PREROUTER)["digest"]
     if config.lora:
         if found.adapters is None:
             raise UsageError(f"{folder} has no adapters; set system.lora=false")
         held["adapters"] = found.adapters.nbytes
-        files["lora"] = artefacts.read_header(folder / artefacts.LORA)["digest"]
+        files["lora"] = read_header(folder / artefacts.LORA)["digest"]
 
     def heads(ops: Any) -> Predictor:
         bias = target.selection_bias
