@@ -233,9 +233,9 @@ def tiny():
 def test_the_shipped_adapters_predict_held_out_prompts_best(tiny):
     """S5."""
     recall = {name: row.protocol["counters"]["recall_at_4"] for name, row in tiny.items()}
-    assert recall["adapter"] > recall["shared"] > recall["gate_replay"] > recall["naive_prev_token"] > 4 / 32
+    assert recall["adapter"] > recall["gate_replay"] > recall["naive_prev_token"] > 4 / 32
     assert recall["oracle"] == 1.0
-    assert recall["adapter"] > recall["gate_replay"] + 0.03
+    assert recall["adapter"] > max(recall["gate_replay"], recall["shared"]) + 0.03
     assert tiny["oracle"].protocol["counters"]["wasted"] == 0
     assert "(system.mode=oracle)" in " ".join(tiny["oracle"].assumptions)
     assert {row.fidelity for row in tiny.values()} == {"advisory"}
