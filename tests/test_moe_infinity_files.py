@@ -15,6 +15,7 @@ from moe_infinity_fixtures import context, options
 from test_live_identity import Lab
 
 import moebench
+from moebench.artefact import HEADER
 from moebench.cli import main
 from moebench.errors import UsageError
 from moebench.geometry import Geometry
@@ -60,9 +61,9 @@ def test_a_damaged_file_is_one_line_that_names_it(tmp_path, spoil):
     elif spoil == "short":
         file.write_bytes(file.read_bytes()[:-100])
     else:
-        header = {artefact.HEADER: json.dumps({"schema": 9})} if spoil == "schema" else None
+        header = {HEADER: json.dumps({"schema": 9})} if spoil == "schema" else None
         save_file({"counts": np.zeros((1, 4, 12), np.uint16)}, file, metadata=header)
-    with pytest.raises(UsageError, match="prepare the collection") as caught:
+    with pytest.raises(UsageError, match="prepare") as caught:
         load(tmp_path / "c")
     assert str(file) in str(caught.value)
     assert "\n" not in str(caught.value)

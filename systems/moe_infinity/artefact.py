@@ -6,24 +6,21 @@ and shapes; knows no training prompts and no run.
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from moebench.artefact import broken, read, stored, write
 from moebench.errors import UsageError
-from moebench.plugins import home
 from moebench.step import ABSENT
 from moebench.systemspec import Target
 from moebench.trace.format import Trace
 
-FILE, HEADER, SCHEMA = "collection.safetensors", "moebench", 1
+FILE = "collection.safetensors"
+FIELDS = ("model", "top_k", "trace_hash", "weights_hash", "provenance")
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,44 +52,18 @@ def count(trace: Trace) -> np.ndarray:
 
 
 def save(made: Prepared, folder: Path) -> Path:
-    """Write the folder; a reader finds the complete old file, the complete new one, or none."""
-    from safetensors.numpy import save as serialise
-
-    header = {
-        "schema": SCHEMA,
-        "kind": "moe_infinity collection",
-        "model": made.model,
-        "weights_hash": made.weights_hash,
-        "top_k": made.top_k,
-        "trace_hash": made.trace_hash,
-        "provenance": dict(made.provenance),
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    data = serialise({"counts": made.counts}, metadata={HEADER: json.dumps(header, sort_keys=True)})
-    handle, scratch = tempfile.mkstemp(dir=folder, prefix=".collection")
-    with os.fdopen(handle, "wb") as out:
-        out.write(data)
-        out.flush()
-        os.fsync(out.fileno())
-    os.chmod(scratch, 0o644)
-    os.replace(scratch, folder / FILE)
-    return folder
+    """Write the folder whole, see ``moebench.artefact``."""
+    header = {"kind": "moe_infinity collection", **{name: getattr(made, name) for name in FIELDS}}
+    return write(folder, {FILE: (header, {"counts": made.counts})})
 
 
 def load(folder: Path) -> Prepared:
     """Read a collection; a missing, damaged or foreign file is one line that says what to do."""
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
-    header = _header(folder / FILE)
+    header, arrays = read(folder / FILE, FIELDS)
     try:
-        counts = load_file(folder / FILE)["counts"]
-        return Prepared(counts=counts, **{name: header[name] for name in _FIELDS})
-    except (SafetensorError, OSError, KeyError, UsageError) as error:
-        raise _broken(folder / FILE, " ".join(str(error).split())) from None
-
-
-_FIELDS = ("model", "top_k", "trace_hash", "weights_hash", "provenance")
+        return Prepared(counts=arrays["counts"], **{name: header[name] for name in FIELDS})
+    except (KeyError, UsageError) as error:
+        raise broken(folder / FILE, " ".join(str(error).split())) from None
 
 
 def check(made: Prepared, target: Target) -> None:
@@ -111,8 +82,7 @@ def check(made: Prepared, target: Target) -> None:
 
 def find(target: Target) -> Path | None:
     """The folder of a collection for these weights, or for this geometry's recorded traces; the user's own first."""
-    for folder in _candidates():
-        header = _header(folder / FILE)
+    for folder, header in stored("moe_infinity", __package__, FILE, FIELDS):
         if target.weights_hash:
             if header["weights_hash"] == target.weights_hash:
                 return folder
@@ -125,28 +95,3 @@ def command(target: Target) -> str:
     """How to make a collection for ``target``."""
     trace = " trace=FILE" if target.trace is not None else ""
     return f"make one: moebench prepare system=moe_infinity model={target.name}{trace}"
-
-
-def _header(file: Path) -> dict[str, Any]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(str(file), framework="numpy") as opened:
-            header = json.loads((opened.metadata() or {})[HEADER])
-    except FileNotFoundError:
-        raise UsageError(f"{file}: no such file; prepare the collection") from None
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
-        raise _broken(file, f"no readable header ({' '.join(str(error).split())})") from None
-    if not isinstance(header, dict) or header.get("schema") != SCHEMA or set(_FIELDS) - set(header):
-        raise _broken(file, f"its header is not one of schema {SCHEMA}")
-    return header
-
-
-def _candidates() -> Iterator[Path]:
-    for parent in (home() / "artefacts" / "moe_infinity", Path(str(resources.files(__package__))) / "artefacts"):
-        folders = sorted(parent.iterdir()) if parent.is_dir() else []
-        yield from (folder for folder in folders if (folder / FILE).is_file())
-
-
-def _broken(file: Path, what: str) -> UsageError:
-    return UsageError(f"{file}: {what}; prepare the collection again")
