@@ -111,10 +111,10 @@ class Loop:
         return out
 
 
-def replay_steps(trace: Trace, batch: int, chunk: int) -> Iterator[tuple[Step, np.ndarray, bool]]:
+def replay_steps(trace: Trace, batch: int, chunk: int) -> Iterator[tuple[Step, np.ndarray, np.ndarray | None]]:
     """Steps of a trace: ``batch`` sequences at a time, prompts in chunks, then one token each; with row numbers.
 
-    Yields (step, trace rows int [N], whether a new group of requests begins).
+    Yields (step, trace rows int [N], the numbers of all its sequences where a new group of requests begins, else None).
     """
     index = 0
     starts = np.flatnonzero(np.diff(trace.sequence, prepend=trace.sequence[0] - 1))
@@ -123,19 +123,19 @@ def replay_steps(trace: Trace, batch: int, chunk: int) -> Iterator[tuple[Step, n
         spans = [
             np.arange(a, b) for a, b in zip(starts[first : first + batch], ends[first : first + batch], strict=True)
         ]
-        new = True
+        new: np.ndarray | None = trace.sequence[[span[0] for span in spans]]
         prompts = [s[trace.phase[s] == PREFILL] for s in spans]
         longest = max(map(len, prompts))
         for at in range(0, longest, chunk):
             rows = np.concatenate([p[at : at + chunk] for p in prompts])
             done = sum(at < len(p) <= at + chunk for p in prompts)
             yield _trace_step(trace, index, PREFILL, rows, done), rows, new
-            index, new = index + 1, False
+            index, new = index + 1, None
         decodes = [s[trace.phase[s] != PREFILL] for s in spans]
         for at in range(max(map(len, decodes))):
             rows = np.array([d[at] for d in decodes if at < len(d)])
             yield _trace_step(trace, index, DECODE, rows, len(rows)), rows, new
-            index, new = index + 1, False
+            index, new = index + 1, None
 
 
 def _trace_step(trace: Trace, index: int, phase: int, rows: np.ndarray, emits: int) -> Step:
@@ -146,8 +146,8 @@ def replay(trace: Trace, experts: Experts, batch: int = 1, chunk: int = 32) -> N
     """Run a whole trace through the loop: native routing from the trace, experts acquired but not computed on."""
     layers = range(experts.geometry.layers)
     for step, rows, new in replay_steps(trace, batch, chunk):
-        if new:
-            experts.begin_request(np.unique(step.sequence))
+        if new is not None:
+            experts.begin_request(new)
         ids = trace.experts[rows]
         weights = None if trace.weights is None else trace.weights[rows]
         experts.begin(step)
