@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from moebench.engine.movement import WINDOW_WEIGHT, Movement, PluginError
+from moebench.engine.ahead import ReadAhead
+from moebench.engine.movement import WINDOW_WEIGHT, PluginError
 from moebench.engine.record import StepRecord
 from moebench.step import Routing, Step
 from moebench.timeline.base import DEMAND
@@ -20,7 +21,7 @@ from moebench.timeline.base import DEMAND
 __all__ = ["Experts", "PluginError"]
 
 
-class Experts(Movement):
+class Experts(ReadAhead):
     """Serves the experts of each layer to whoever computes: a live backend, or the replay driver.
 
     ``begin`` and ``end`` frame a step.
