@@ -13,6 +13,7 @@ from artefact_fixtures import examples_file, model_folder, random_heads
 from safetensors.torch import save_file
 
 from moebench.backends.torch_source import TransformersSource
+from moebench.backends.torch_threads import torch_threads
 from moebench.cli import main
 from moebench.commands import prepare as command
 from moebench.errors import UsageError
@@ -284,3 +285,11 @@ def test_help_adds_the_options_of_a_named_system(registered, capsys):
     assert "steps_tune" not in plain
     assert main(["prepare", "system=fake", "--help"]) == 0
     assert capsys.readouterr().out.count("steps_tune=a whole number") == 1
+
+
+def test_threads_are_put_back():
+    before = torch.get_num_threads()
+    with pytest.raises(RuntimeError), torch_threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+        raise RuntimeError
+    assert torch.get_num_threads() == before

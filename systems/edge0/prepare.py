@@ -22,6 +22,8 @@ from moebench.version import __version__
 
 SCRIPTS = ("basemodel.py", "data.py", "heads.py", "prepare.py", "student.py", "training.py")
 
+Progress = Callable[[str, int, int], None]
+
 
 @dataclass(frozen=True)
 class PrepareOptions:
@@ -55,8 +57,18 @@ def place(out: Path, name: str, top_k: int) -> Path:
     return out / f"{name}-k{top_k}"
 
 
-def fit(options: PrepareOptions, folder: Path, name: str, out: Path, progress: Callable[[str, int, int], None]) -> Path:
+def fit(options: PrepareOptions, folder: Path, name: str, out: Path, progress: Progress) -> Path:
     """Train and write the artefact; ``KeyboardInterrupt`` leaves a state to go on from and says where it is."""
+    from moebench.backends.torch_threads import torch_threads
+
+    with torch_threads(options.threads):
+        return _fit(options, folder, name, out, progress)
+
+
+def _fit(
+    options: PrepareOptions, folder: Path, name: str, out: Path, progress: Callable[[str, int, int], None]
+) -> Path:
+    """What ``fit`` does, with as many threads as were asked for."""
     import torch
 
     from moebench.systems.edge0.artefact import save
@@ -76,7 +88,6 @@ def fit(options: PrepareOptions, folder: Path, name: str, out: Path, progress: C
     out.mkdir(parents=True, exist_ok=True)
     target = place(out, name, plan.top_k)
     state = target.with_name(f"{target.name}.training")
-    torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     student, teacher = _models(options, folder, plan)
     training = Training(

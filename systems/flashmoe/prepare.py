@@ -65,7 +65,14 @@ class PrepareOptions:
 
 def fit(options: PrepareOptions, folder: Path, name: str, out: Path, progress: Progress) -> Path:
     """Fit and write the folder ``name`` below ``out``; ``folder`` is a model's, or the file of a geometry."""
-    import torch
+    from moebench.backends.torch_threads import torch_threads
+
+    with torch_threads(options.threads):
+        return _fit(options, folder, name, out, progress)
+
+
+def _fit(options: PrepareOptions, folder: Path, name: str, out: Path, progress: Progress) -> Path:
+    """What ``fit`` does, with as many threads as were asked for."""
 
     from moebench.systems.flashmoe.artefact import Fitted, save
     from moebench.systems.flashmoe.labels import held_out_rows, samples
@@ -79,7 +86,6 @@ def fit(options: PrepareOptions, folder: Path, name: str, out: Path, progress: P
     learned = samples(trace, options.chunk, horizon, options.held_out)
     if learned.held_out.all() or not learned.held_out.any():
         raise UsageError("prepare: the routing is too short to fit on one part and hold out another")
-    torch.set_num_threads(options.threads)
     made_up = "generator" in trace.metadata
     kinds = {"auto": ("shared",) if made_up else ("joint", "shared"), "both": ("joint", "shared")}
     nets, reports = {}, {}

@@ -20,6 +20,8 @@ from moebench.version import __version__
 
 SCRIPTS = ("adapters.py", "prepare.py", "training.py")
 
+Progress = Callable[[str, int, int], None]
+
 
 @dataclass(frozen=True)
 class PrepareOptions:
@@ -49,15 +51,24 @@ def place(out: Path, name: str, kind: str, base: str) -> Path:
     return out / f"{name}-{kind}-{base}"
 
 
-def fit(options: PrepareOptions, folder: Path, name: str, out: Path, progress: Callable[[str, int, int], None]) -> Path:
+def fit(options: PrepareOptions, folder: Path, name: str, out: Path, progress: Progress) -> Path:
     """Distil and write the artefact."""
+    from moebench.backends.torch_threads import torch_threads
+
+    with torch_threads(options.threads):
+        return _fit(options, folder, name, out, progress)
+
+
+def _fit(
+    options: PrepareOptions, folder: Path, name: str, out: Path, progress: Callable[[str, int, int], None]
+) -> Path:
+    """What ``fit`` does, with as many threads as were asked for."""
     import torch
 
     from moebench.systems.specprefetch.adapters import Shape
     from moebench.systems.specprefetch.artefact import Artefact, save
     from moebench.systems.specprefetch.training import Adapters, Teacher, distil, items
 
-    torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     teacher = Teacher(folder)
     rank = options.rank or max(1, teacher.experts // 4)
