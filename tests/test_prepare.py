@@ -289,7 +289,12 @@ def test_help_adds_the_options_of_a_named_system(registered, capsys):
 
 def test_threads_are_put_back():
     before = torch.get_num_threads()
-    with pytest.raises(RuntimeError), torch_threads(before + 1):
-        assert torch.get_num_threads() == before + 1
-        raise RuntimeError
+
+    def fail():
+        with torch_threads(before + 1):
+            assert torch.get_num_threads() == before + 1
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
     assert torch.get_num_threads() == before
