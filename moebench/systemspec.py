@@ -85,15 +85,15 @@ class RunContext:
 class Published:
     """Figures that others published for this system, shown beside the row of the same machine and model.
 
-    ``metrics`` maps a metric's name to (value, source); ``setting`` says under which conditions, ``where(config)``
-    whether a run's options are those.
+    ``metrics`` maps a metric's name to (value, source); ``setting`` says under which conditions, ``where(knobs,
+    run)`` whether a run's options (of the system, and its ``RunConfig``) are those.
     """
 
     hw: str
     model: str
     metrics: Mapping[str, tuple[float, str]]
     setting: str
-    where: Callable[[Any], bool] = field(default=lambda config: True)
+    where: Callable[[Any, Any], bool] = field(default=lambda knobs, run: True)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from engine_fixtures import GEOMETRY, Watch, costs, make_experts, make_trace
 from moebench.engine.loop import replay
 from moebench.hookspecs import hookimpl
 from moebench.systems.moe_infinity import MoeInfinity, MoeInfinityConfig
-from moebench.systems.moe_infinity.artefact import count
+from moebench.systems.moe_infinity.counting import count
 from moebench.systemspec import Equipment, RunContext
 from moebench.timeline.virtual import VirtualTimeline
 

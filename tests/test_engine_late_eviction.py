@@ -121,3 +121,12 @@ def test_an_adversary_breaks_nothing(seed, host, slots, scope, chunk):
     other = Watch()
     replay(trace, make_experts([Adversary(seed), other], slots, scope, host), batch=2, chunk=chunk)
     assert [r.requests for r in watch.records] == [r.requests for r in other.records]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_where_every_expert_has_a_slot_nothing_is_evicted(late):
+    _, watch = run(late, 0, slots=GEOMETRY.keys, chunk=1)
+    assert sum(r.evictions for r in watch.records) == 0
+    assert sum(r.demand_reads for r in watch.records) == len(
+        watch.experts.device.resident(range(GEOMETRY.keys)).nonzero()[0]
+    )

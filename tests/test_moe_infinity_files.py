@@ -15,13 +15,14 @@ from moe_infinity_fixtures import context, options
 from test_live_identity import Lab
 
 import moebench
-from moebench.artefact import HEADER
+from moebench.artefact import HEADER, read_header
 from moebench.cli import main
 from moebench.errors import UsageError
 from moebench.geometry import Geometry
 from moebench.plugins import load_plugins
 from moebench.systems.moe_infinity import MoeInfinity, artefact
-from moebench.systems.moe_infinity.artefact import Prepared, check, count, find, load, save
+from moebench.systems.moe_infinity.artefact import Prepared, check, find, load, save
+from moebench.systems.moe_infinity.counting import count
 from moebench.systems.moe_infinity.equipment import CAPACITY, MADE_UP, equip
 from moebench.systems.moe_infinity.prepare import SCRIPTS, PrepareOptions
 from moebench.systemspec import Target
@@ -75,6 +76,7 @@ def test_a_damaged_file_is_one_line_that_names_it(tmp_path, spoil):
         (prepared(), replace(TARGET, geometry=replace(SHAPE, experts=16)), "4 layers of 12 experts, top 3"),
         (prepared(top_k=2), TARGET, "top 2"),
         (prepared(TARGET.trace), TARGET, "the trace that is replayed"),
+        (prepared(model="other"), TARGET, "is of other, not of small"),
         (prepared(weights_hash="a"), replace(TARGET, trace=None, weights_hash="b"), "other weights; make one"),
     ],
 )
@@ -93,7 +95,8 @@ def test_a_recorded_trace_takes_a_collection_of_its_model_or_says_how_to_make_on
     assert find(TARGET) == folder
     brought = equip(options(), TARGET)
     assert np.array_equal(brought.content, count(TRACE))
-    assert brought.files == {"collection": TRACE.hash}
+    assert brought.files == {"collection": read_header(folder / artefact.FILE)["digest"]}
+    assert any("matrices of another trace" in line for line in brought.assumptions)
     assert brought.held_bytes == {"predictor": 3 * SHAPE.keys * 4}
     assert equip(options(capacity=2), TARGET).held_bytes == {"predictor": 2 * SHAPE.keys * 4}
     empty = equip(options(collection="empty"), TARGET)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moebench.step import DECODE, Step
-from moebench.systems.moe_infinity.artefact import count
+from moebench.systems.moe_infinity.counting import count
 from moebench.systems.moe_infinity.lookahead import SHARE, admitted, best, priorities, worthwhile
 from moebench.systems.moe_infinity.matching import Matcher
 from moebench.systems.moe_infinity.matrices import Activity, Collection

@@ -6,6 +6,7 @@ import functools
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from moebench.hookspecs import hookimpl
 from moebench.plugins import load_plugins
 from moebench.step import DECODE
 from moebench.systems.moe_infinity import MoeInfinity, MoeInfinityConfig
-from moebench.systems.moe_infinity.artefact import count
+from moebench.systems.moe_infinity.counting import count
 from moebench.systemspec import RunContext
 from moebench.timeline.virtual import VirtualTimeline
 from moebench.trace.format import Trace, load
@@ -192,8 +193,10 @@ def test_it_says_what_it_is():
     assert spec.fidelity(options(prefetch=False)) == "exact"
     for found in spec.published:
         assert found.hw == "a5000_24gb"
-        assert found.where(options(prefetch=False, replace="incache"))
-        assert not found.where(MoeInfinityConfig())
+        own = options(prefetch=False, replace="incache")
+        assert found.where(own, SimpleNamespace(quant="none"))
+        assert not found.where(own, SimpleNamespace(quant="int4"))
+        assert not found.where(MoeInfinityConfig(), SimpleNamespace(quant="none"))
         (value, source) = found.metrics["decode_tok_s"]
         assert 1 / value == pytest.approx(float(source.rpartition(": ")[2]))
     assert isinstance(spec.make(options(prefetch=False), replace_run()), MoeInfinity)

@@ -241,7 +241,7 @@ def test_an_option_that_would_change_nothing_is_refused(options, name):
 
 @pytest.mark.parametrize(("options", "words"), [
     ({"horizon": 3}, "must be 1 or 2"), ({"m": -1}, "0 or more"), ({"adapters": "shared"}, "nobody published"),
-    ({"m": 7}, "6 experts only"), ({"artefact": "x"}, "where nothing computes"),
+    ({"m": 7}, "hold 6 experts, system.m asks for 7"), ({"artefact": "x"}, "where nothing computes"),
 ])  # fmt: skip
 def test_what_cannot_be_is_one_line(options, words):
     with pytest.raises(UsageError, match=words):

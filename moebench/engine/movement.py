@@ -191,7 +191,9 @@ class Movement:
         early = keys[: self.device.free_slots(layer)]
         self._fetch(early, DEMAND)
         rest = len(keys) - len(early)
-        self._make_room(layer, rest + 1, wait=False)
+        held = self.geometry.experts if self.device.scope == "per_layer" else self.geometry.keys
+        spare = self.device.group_slots < held  # where everything has a slot, no victim is ever needed
+        self._make_room(layer, rest + spare, wait=False)
         return rest
 
     def _promote(self, key: int) -> None:

@@ -27,7 +27,7 @@ def run(config: RunConfig, strict: bool = True) -> list[Row]:
         rows += [
             published_row(cell, found)
             for found in cell.spec.published
-            if (found.hw, found.model) == (config.hw, cell.model) and found.where(config.knobs)
+            if (found.hw, found.model) == (config.hw, cell.model) and found.where(config.knobs, config)
         ]
     return rows
 

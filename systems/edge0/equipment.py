@@ -56,9 +56,9 @@ TIERS = {
 }  # fmt: skip
 
 
-def published_setting(config: Edge0Config) -> bool:
+def published_setting(config: Edge0Config, run: Any) -> bool:
     """Whether options are those that the paper's figures were taken with."""
-    return config.prerouter and config.lora and config.k in (0, 4)
+    return config.prerouter and config.lora and config.k in (0, 4) and run.quant == "int4"
 
 
 FIGURES = f"{PAPER} and its README"

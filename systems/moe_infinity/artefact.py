@@ -15,9 +15,7 @@ import numpy as np
 
 from moebench.artefact import broken, read, stored, write
 from moebench.errors import UsageError
-from moebench.step import ABSENT
 from moebench.systemspec import Target
-from moebench.trace.format import Trace
 
 FILE = "collection.safetensors"
 FIELDS = ("model", "top_k", "trace_hash", "weights_hash", "provenance")
@@ -39,16 +37,6 @@ class Prepared:
     def __post_init__(self) -> None:
         if self.counts.dtype != np.uint16 or self.counts.ndim != 3 or not len(self.counts):
             raise UsageError(f"counts are {self.counts.dtype} {self.counts.shape}, expected uint16 [N, L, E], N >= 1")
-
-
-def count(trace: Trace) -> np.ndarray:
-    """The activation matrix of each sequence of a trace, uint16 [N, L, E], prompt and answer together."""
-    starts = trace.sequence_starts
-    out = np.zeros((len(starts), trace.layers, trace.expert_count), np.int64)
-    owner = np.searchsorted(starts, np.arange(trace.tokens), side="right") - 1
-    token, layer, slot = np.nonzero(trace.experts != ABSENT)
-    np.add.at(out, (owner[token], layer, trace.experts[token, layer, slot]), 1)
-    return np.minimum(out, np.iinfo(np.uint16).max).astype(np.uint16)
 
 
 def save(made: Prepared, folder: Path) -> Path:
@@ -74,6 +62,8 @@ def check(made: Prepared, target: Target) -> None:
     top_k = target.trace.top_k if target.trace is not None else shape.top_k
     if made.counts.shape[1:] != (shape.layers, shape.experts) or made.top_k != top_k:
         raise UsageError(f"moe_infinity: the collection is of {have}, {target.name} has {want}; {command(target)}")
+    if target.trace is not None and made.model != target.name:
+        raise UsageError(f"moe_infinity: the collection is of {made.model}, not of {target.name}; {command(target)}")
     if target.weights_hash and made.weights_hash != target.weights_hash:
         raise UsageError(f"moe_infinity: the collection is of {made.model} with other weights; {command(target)}")
     if target.trace is not None and made.trace_hash == target.trace.hash:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from moebench.artefact import read_header
 from moebench.errors import UsageError
 from moebench.systems.moe_infinity import artefact
+from moebench.systems.moe_infinity.counting import count
 from moebench.systemspec import Equipment, Published, Target
 from moebench.trace.format import Trace
 from moebench.trace.synthetic import SyntheticSpec, synthesize
@@ -33,9 +35,9 @@ SETTING = (
 )
 
 
-def published_setting(config: MoeInfinityConfig) -> bool:
+def published_setting(config: MoeInfinityConfig, run: Any) -> bool:
     """Whether options are those of the code that the project's table was taken with."""
-    return not config.prefetch and config.replace == "incache"
+    return not config.prefetch and config.replace == "incache" and run.quant == "none"
 
 
 PUBLISHED = tuple(
@@ -60,7 +62,7 @@ def equip(config: MoeInfinityConfig, target: Target) -> Equipment:
 
 
 def _start(config: MoeInfinityConfig, target: Target) -> tuple[np.ndarray, tuple[str, ...], dict[str, str]]:
-    """Matrices, what is assumed, and the hash of the trace that a prepared file was counted on."""
+    """Matrices, what is assumed, and the digest of a prepared file."""
     shape, trace = target.geometry, target.trace
     if config.collection == "empty":
         return np.zeros((0, shape.layers, shape.experts)), (), {}
@@ -75,7 +77,8 @@ def _start(config: MoeInfinityConfig, target: Target) -> tuple[np.ndarray, tuple
         )
     made = artefact.load(folder)
     artefact.check(made, target)
-    return made.counts, (), {"collection": made.trace_hash}
+    notes = () if trace is None else (f"assumed: activation matrices of another trace ({made.trace_hash[:8]})",)
+    return made.counts, notes, {"collection": read_header(folder / artefact.FILE)["digest"]}
 
 
 def _made_up(trace: Trace) -> tuple[np.ndarray, tuple[str, ...], dict[str, str]]:
@@ -83,6 +86,6 @@ def _made_up(trace: Trace) -> tuple[np.ndarray, tuple[str, ...], dict[str, str]]
     known = {field.name for field in fields(SyntheticSpec)}
     spec = SyntheticSpec(**{name: value for name, value in trace.metadata["parameters"].items() if name in known})
     texts = -(-MADE_UP // spec.sequences)
-    counts = [artefact.count(synthesize(replace(spec, text=spec.text + n))) for n in range(1, texts + 1)]
+    counts = [count(synthesize(replace(spec, text=spec.text + n))) for n in range(1, texts + 1)]
     matrices = np.concatenate(counts)[:MADE_UP]
     return matrices, (f"assumed: activation matrices of {MADE_UP} other requests to the same synthetic model",), {}

@@ -21,11 +21,12 @@ from moebench import geometry
 from moebench.config import option
 from moebench.errors import UsageError
 from moebench.systems.moe_infinity import artefact
+from moebench.systems.moe_infinity.counting import count
 from moebench.systemspec import Preparation
 from moebench.trace.format import Trace, load
 from moebench.version import __version__
 
-SCRIPTS = ("artefact.py", "prepare.py")
+SCRIPTS = ("counting.py", "prepare.py")
 Progress = Callable[[str, int, int], None]
 
 
@@ -65,9 +66,7 @@ def fit(options: PrepareOptions, folder: Path, name: str, out: Path, progress: P
 
         weights_hash = folder_hash(folder)
         trace = load(options.trace) if options.trace else _record(options, folder, progress)
-    made = artefact.Prepared(
-        name, trace.top_k, trace.hash, artefact.count(trace), weights_hash, _provenance(options, trace)
-    )
+    made = artefact.Prepared(name, trace.top_k, trace.hash, count(trace), weights_hash, _provenance(options, trace))
     return artefact.save(made, out / name)
 
 

@@ -88,7 +88,10 @@ def find(target: Target, kind: str | None, base: str | None, rank: int, horizon:
     have = []
     for folder, header in stored("specprefetch", __package__, FILE, NEEDS):
         if header["weights_hash"] == target.weights_hash:
-            shape = Shape(**header["shape"])
+            try:
+                shape = Shape(**header["shape"])
+            except (TypeError, ValueError) as error:
+                raise broken(folder / FILE, f"its shape is damaged ({error})") from None
             fits = kind in (None, shape.kind) and base in (None, shape.base) and rank in (0, shape.rank)
             if fits and shape.horizon >= horizon:
                 return folder

@@ -5,14 +5,17 @@ Also every figure taken from the paper: what it predicts how well, and what it r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from moebench.artefact import read_header
 from moebench.errors import UsageError
+from moebench.step import ABSENT, DECODE
 from moebench.systems.specprefetch import artefact as artefacts
 from moebench.systems.specprefetch.adapters import Shape
 from moebench.systems.specprefetch.predictor import Computed, Foreseen, Nothing, Predictor, Previous, Recorded
@@ -30,13 +33,20 @@ MEASURED = {
     "deepseek-vl2-tiny": ("DeepSeek-VL2-Tiny", {"adapter": (0.4836, 0.8435, 0.9247), "gate": (0.4862, 0.8466, 0.9307)}),
     "": ("Qwen3-VL-30B-A3B", {"adapter": (0.4883, 0.8560, 0.9231), "gate": (0.4751, 0.8140, 0.8838)}),
 }
+
+
+def _published(value: float, what: str, where: Callable[[SpecPrefetchConfig, Any], bool]) -> Published:
+    source = f"{PAPER}, device table: {what}, cold storage, 4 bit"
+    setting = f"{what}, experts cold on storage"
+    return Published("snapdragon_8_elite", "deepseek-vl2-tiny", {"decode_tok_s": (value, source)}, setting, where)
+
+
 PUBLISHED = (
-    Published(
-        "snapdragon_8_elite",
-        "deepseek-vl2-tiny",
-        {"decode_tok_s": (4.055, f"{PAPER}, device table: M_max = 8, cold storage, 4 bit, +-0.129")},
-        "adapters with M_max = 8, experts cold on storage; off 3.753, predictor alone 3.730; ready recall 91.7 %",
+    _published(
+        4.055, "adapters with M_max = 8 (+-0.129)", lambda knobs, run: knobs.mode == "adapter" and knobs.m in (0, 8)
     ),
+    _published(3.753, "no prefetch", lambda knobs, run: knobs.mode == "off"),
+    _published(3.733, "predictor alone (-0.53 %)", lambda knobs, run: knobs.mode == "pred0"),
 )
 
 
@@ -87,7 +97,11 @@ def equip(config: SpecPrefetchConfig, target: Target) -> Equipment:
 
 
 def _equipment(
-    config: SpecPrefetchConfig, shape: Shape, notes: tuple[str, ...], make: Callable[[RunContext], Predictor]
+    config: SpecPrefetchConfig,
+    shape: Shape,
+    notes: tuple[str, ...],
+    make: Callable[[RunContext], Predictor],
+    files: Mapping[str, str] = MappingProxyType({}),
 ) -> Equipment:
     """Book what the prediction holds, each matrix once in fp16, and what it streams at each layer."""
     adapter, gate = terms(config)
@@ -95,13 +109,14 @@ def _equipment(
     held = adapter * len(names) * shape.rank * (shape.hidden + shape.experts)
     held += gate * (shape.layers - 1) * shape.hidden * shape.experts
     streamed = tuple(FP16 * shape.streamed(layer, config.horizon, adapter, gate) for layer in range(shape.layers))
-    return Equipment({"predictor": FP16 * held}, assumptions=notes, content=Content(make, streamed, channel_of(config)))
+    content = Content(make, streamed, channel_of(config))
+    return Equipment({"predictor": FP16 * held}, assumptions=notes, files=files, content=content)
 
 
 def _live(config: SpecPrefetchConfig, target: Target) -> Equipment:
     adapter, gate = terms(config)
     if config.artefact:
-        folder = Path(config.artefact)
+        folder = Path(config.artefact).expanduser()
     elif adapter:
         folder = artefacts.find(target, config.adapters, config.base, config.rank, config.horizon)
     else:  # routers are in every artefact
@@ -112,7 +127,10 @@ def _live(config: SpecPrefetchConfig, target: Target) -> Equipment:
     asked["rank"] = (config.rank or found.shape.rank, found.shape.rank)
     if adapter and (other := [f"{name}={own}, not {want}" for name, (want, own) in asked.items() if own != want]):
         raise UsageError(f"{folder} holds adapters of {', '.join(other)}; say so with system.NAME=VALUE")
-    return _equipment(config, found.shape, (), lambda run: Computed(found, run.ops, config.horizon, adapter, gate))
+    files = {"adapters": read_header(folder / artefacts.FILE)["digest"]}
+    return _equipment(
+        config, found.shape, (), lambda run: Computed(found, run.ops, config.horizon, adapter, gate), files
+    )
 
 
 def _replayed(config: SpecPrefetchConfig, target: Target) -> Equipment:
@@ -133,11 +151,13 @@ def _replayed(config: SpecPrefetchConfig, target: Target) -> Equipment:
             notes.append(note)
         else:
             channels[lag] = recorded
-        width = channels[lag].shape[2]
-        if config.mode != "pred0" and config.m > width:
-            raise UsageError(
-                f"system.m={config.m}: {notes[-1] if recorded is None else name} says {width} experts only"
-            )
+        said, wanted = channels[lag], min(config.m or trace.top_k + 2, geometry.experts)
+        decoded = trace.phase == DECODE
+        if decoded.any() and not (said[decoded] != ABSENT).any():
+            raise UsageError(f"{name} of the trace predicts nothing")
+        if config.mode != "pred0" and wanted > said.shape[2]:
+            what = "made-up predictions hold" if recorded is None else f"{name} of the trace holds"
+            raise UsageError(f"{what} {said.shape[2]} experts, system.m asks for {wanted}")
     return _equipment(config, shape, tuple(notes), lambda run: Recorded(trace, channels))
 
 
