@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from engine_fixtures import make_trace
+from engine_fixtures import GEOMETRY, Watch, costs, make_experts, make_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from moe_infinity_fixtures import context, others
 
+from moebench.engine.loop import replay
 from moebench.step import DECODE, Step
+from moebench.systems.moe_infinity import MoeInfinity, MoeInfinityConfig
 from moebench.systems.moe_infinity.counting import count
 from moebench.systems.moe_infinity.lookahead import SHARE, admitted, best, priorities, worthwhile
 from moebench.systems.moe_infinity.matching import Matcher
 from moebench.systems.moe_infinity.matrices import Activity, Collection
 from moebench.systems.moe_infinity.replacement import EPSILON
+from moebench.timeline.virtual import VirtualTimeline
 
 LAYERS, EXPERTS = 3, 4
 
@@ -183,3 +187,35 @@ def test_a_read_must_be_worth_its_start():
     chance, cost = np.array([0.5, 0.5, 0.1, 0.0]), np.array([1.0, 0.1, 1.0, 0.0])
     assert worthwhile(chance, cost, 0.2).tolist() == [True, False, False, True]  # a cost that nobody knows may start
     assert worthwhile(chance, cost, np.inf).tolist() == [True] * 4
+
+
+class Told(VirtualTimeline):
+    """A clock that adds up what the system says it streamed."""
+
+    nbytes = 0
+
+    def system_work(self, nbytes, syncs):
+        self.nbytes += nbytes
+        super().system_work(nbytes, syncs)
+
+
+def told(config, start, trace):
+    """Bytes of a replay's own work, the steps it took, and what the matcher itself streamed."""
+    system, clock, streamed = MoeInfinity(config, context(config, start)), Told(costs()), []
+    if system.matcher:
+        observe = system.matcher.observe
+        system.matcher.observe = lambda *args: streamed.append(observe(*args)) or streamed[-1]
+    watch = Watch()
+    replay(trace, make_experts([system, watch], timeline=clock), chunk=4)
+    return clock.nbytes, len(watch.records), sum(streamed)
+
+
+def test_the_clock_hears_of_every_matrix_that_is_streamed():
+    trace, layers, experts = make_trace(40), GEOMETRY.layers, GEOMETRY.experts
+    later = 4 * experts * sum(range(1, layers))  # priorities of the layers behind each but the last
+    nbytes, steps, _ = told(MoeInfinityConfig(match="off"), None, trace)
+    assert nbytes == steps * later
+    # one entry is always the nearest: it is taken over once a request, all of it
+    nbytes, steps, streamed = told(MoeInfinityConfig(update="off"), others()[:1], trace)
+    assert streamed > 0
+    assert nbytes == streamed + 2 * 4 * layers * experts + steps * later
