@@ -339,7 +339,7 @@ def test_no_trace_batch_or_tier_drops_an_expert(shape, fill, first_token, batch,
     options = {"slots": slots, "batch": batch, "host": host, "scope": scope}
     config = Edge0Config(fill=fill, first_token=first_token)
     if not fits(slots, scope, ahead=fill == "eager"):
-        with pytest.raises(UsageError, match="raise budget="):
+        with pytest.raises(UsageError, match="it takes budget="):
             run(config, trace, **options)
         return
     system, watch, experts, _ = run(config, trace, **options)

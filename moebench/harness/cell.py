@@ -119,7 +119,7 @@ def _replay(cell: Cell, registry: Registry, progress: Progress) -> Row:
     assumptions = []
     if "generator" in trace.metadata:
         assumptions.append(f"assumed: routing from a synthetic trace ({trace.metadata['source']})")
-    assumptions += equipment.assumptions
+    assumptions += [*_narrowed(geometry.top_k, equipment), *equipment.assumptions]
     if trace.top_k != geometry.top_k:
         assumptions.append(f"assumed: routing of {trace.top_k} experts a token for a model of {geometry.top_k}")
     if cell.clock == "wall":
@@ -196,7 +196,15 @@ def _live(cell: Cell, registry: Registry, progress: Progress) -> Row:
     metrics |= figures.memory(cell, runs, process=cell.clock == "wall")
     metrics |= _quality(cell, registry, model, backend, equipment, progress)
     workload = {"kind": "prompts", "seed": config.workload.seed, "hash": text_hash(prompts), "generator": None}
-    return _row(cell, runs, workload, metrics, cache_state, list(equipment.assumptions), equipment)
+    notes = [*_narrowed(model.geometry.top_k, equipment), *equipment.assumptions]
+    return _row(cell, runs, workload, metrics, cache_state, notes, equipment)
+
+
+def _narrowed(own: int, equipment: Equipment) -> list[str]:
+    """The line that says when fewer experts run than the model would."""
+    if equipment.top_k in (None, own):
+        return []
+    return [f"altered: {equipment.top_k} of the model's own {own} experts run for each token and layer"]
 
 
 def _equip(cell: Cell, model: LiveModel, backend: Any) -> Equipment:

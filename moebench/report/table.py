@@ -132,18 +132,21 @@ def _notes(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
     """Reasons of missing values (each once, with where it holds), sources, failures and assumptions."""
     missing: dict[str, dict[str, list[str]]] = {}
     sources: dict[str, None] = {}
+    by = "system" if len({row.system for row in rows}) > 1 else "model"
+    published = [row for row in rows if row.workload["kind"] == "published"]
     for row in rows:
         for name in names:
             metric = row.metrics.get(name, Metric(None, "", None, reason="this kind of run does not report it"))
-            if metric.value is None:
-                missing.setdefault(metric.reason, {}).setdefault(HEADINGS[name], []).append(row.system)
+            if metric.value is None and row not in published:
+                missing.setdefault(metric.reason, {}).setdefault(HEADINGS[name], []).append(getattr(row, by))
             elif metric.provenance == "published":
                 sources[f"† {row.system}, {HEADINGS[name]}: {metric.source}"] = None
     lines = []
     for reason, where in missing.items():
-        systems = {system for found in where.values() for system in found}
-        who = "" if systems == {row.system for row in rows} else f" ({', '.join(sorted(systems))})"
+        rows_of = {name for found in where.values() for name in found}
+        who = "" if rows_of == {getattr(row, by) for row in rows} else f" ({', '.join(sorted(rows_of))})"
         lines.append(f"- {', '.join(where)}{who}: {reason}")
+    lines += ["- elsewhere in a published row: the publication does not report it"] * bool(published)
     lines += list(sources)
     lines += [f"failed {row.system}, {row.model}: {row.error}" for row in rows if row.status == "failed"]
     lines += list(dict.fromkeys(assumption for row in rows for assumption in row.assumptions))

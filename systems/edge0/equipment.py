@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,7 +140,9 @@ def _live(config: Edge0Config, target: Target) -> Equipment:
 
     one = held.get("predictor", 0) // len(found.heads)
     content = Content(law, found.plan if config.prerouter else None, one, heads)
-    return Equipment(held, found.adapters if config.lora else None, k, (), files, content)
+    shipped = Path(str(resources.files(__package__))) in folder.resolve().parents
+    notes = () if shipped else (f"fitted files: {folder.name} of one's own, not the shipped ones",)
+    return Equipment(held, found.adapters if config.lora else None, k, notes, files, content)
 
 
 def _replayed(config: Edge0Config, target: Target) -> Equipment:

@@ -130,7 +130,7 @@ def capacity(
         needed = layers * top_k * (1 + ahead) if scope == "per_layer" else top_k * (consumers + ahead + 1)
         raise UsageError(
             f"edge0 books {top_k} experts for each of {consumers} layers{' and one set more' if ahead else ''}, and"
-            f" {top_k} slots for demand: {needed} slots, the budget gives {slots}; raise budget="
-            f" ({human_bytes(needed * slot_bytes)} and the engine's staging)"
+            f" {top_k} slots for demand: {needed} slots, the budget gives {slots}; it takes"
+            f" budget={needed * slot_bytes}B ({human_bytes(needed * slot_bytes)}) and what the engine stages"
         )
     return max(0, room(batch))
