@@ -12,24 +12,22 @@ from typing import Any
 
 import numpy as np
 
-from moebench import machine
 from moebench.config import RunConfig
 from moebench.engine.loop import Loop, replay
-from moebench.errors import MoebenchError, UsageError
+from moebench.errors import UsageError
 from moebench.harness import environment, figures
 from moebench.harness.assets import LiveModel, load_live, read_prompts, text_hash
 from moebench.harness.plan import Cell
+from moebench.harness.rows import run_row
 from moebench.harness.session import Session, open_session
 from moebench.hookspecs import hookimpl
 from moebench.plugins import Registry
 from moebench.result import Metric, Row, metric
 from moebench.step import PREFILL
-from moebench.store.engines import StoreError
-from moebench.systemspec import Equipment, Published, SystemSpec, Target
+from moebench.systemspec import Equipment, SystemSpec, Target
 from moebench.trace.format import Trace
 
 Progress = Callable[[str], None]
-NAMELESS = ("trace", "synthetic")
 
 
 def run_cell(cell: Cell, registry: Registry, progress: Progress = lambda text: None) -> Row:
@@ -124,7 +122,7 @@ def _replay(cell: Cell, registry: Registry, progress: Progress) -> Row:
         assumptions.append(f"assumed: routing of {trace.top_k} experts a token for a model of {geometry.top_k}")
     if cell.clock == "wall":
         assumptions.append("input/output only: experts are read, nothing computes, no dense weights are held")
-    return _row(cell, runs, workload, metrics, cache_state, assumptions, equipment)
+    return run_row(cell, runs, workload, metrics, cache_state, assumptions, equipment)
 
 
 def demands(trace: Trace, config: RunConfig) -> list[tuple[int, list[int]]]:
@@ -197,7 +195,7 @@ def _live(cell: Cell, registry: Registry, progress: Progress) -> Row:
     metrics |= _quality(cell, registry, model, backend, equipment, progress)
     workload = {"kind": "prompts", "seed": config.workload.seed, "hash": text_hash(prompts), "generator": None}
     notes = [*_narrowed(model.geometry.top_k, equipment), *equipment.assumptions]
-    return _row(cell, runs, workload, metrics, cache_state, notes, equipment)
+    return run_row(cell, runs, workload, metrics, cache_state, notes, equipment)
 
 
 def _narrowed(own: int, equipment: Equipment) -> list[str]:
@@ -301,92 +299,3 @@ def _quality(
         "token_agreement": metric("token_agreement", agreement, "measured", tokens),
         "quality_delta": metric("quality_delta", delta.points, "measured", delta.n, ci=delta.ci),
     }
-
-
-# --- rows ----------------------------------------------------------------------------------------------------------
-
-
-def _row(
-    cell: Cell,
-    runs: Sequence[Session],
-    workload: dict,
-    metrics: dict[str, Metric],
-    cache_state: str,
-    assumptions: list[str],
-    equipment: Equipment,
-) -> Row:
-    config = cell.config
-    return Row(
-        system=cell.spec.id,
-        fidelity=cell.spec.fidelity(config.knobs),
-        hw=config.hw,
-        model=cell.model,
-        workload_name=_workload_name(cell),
-        config={**config.resolved(), "engine": cell.engine, "model": cell.model},
-        environment=machine.environment(),
-        workload=workload,
-        protocol={
-            "clock": cell.clock,
-            "why": cell.why,
-            "warmup_tokens": config.warmup_tokens,
-            "repeats": len(runs),
-            "page_cache": cache_state,
-            "slots": {t.name: t.slots for t in runs[0].experts.tiers},
-            "counters": runs[-1].hooks.report(),
-            "equipment": dict(equipment.files),
-        },
-        metrics=metrics,
-        assumptions=(*assumptions, *environment.transferred(cell)),
-    )
-
-
-def _workload_name(cell: Cell) -> str:
-    """What a row's workload is called: a trace by its file, unless it was given a name."""
-    workload = cell.config.workload
-    if cell.live:
-        return "prompts"
-    return Path(workload.path).stem if workload.kind == "trace" and workload.name in NAMELESS else workload.name
-
-
-def published_row(cell: Cell, found: Published) -> Row:
-    """Figures that others published for this system, machine and model: nothing here was run."""
-    metrics = {name: metric(name, None, None, 0, "the publication does not report it") for name in figures.TABLE}
-    for name, (value, source) in found.metrics.items():
-        metrics[name] = metric(name, value, "published", source=source)
-    return Row(
-        system=cell.spec.id,
-        fidelity=cell.spec.fidelity(cell.config.knobs),
-        hw=found.hw,
-        model=found.model,
-        workload_name="published",
-        config={},
-        environment={},
-        workload={"kind": "published", "seed": 0, "hash": ""},
-        protocol={"setting": found.setting},
-        metrics=metrics,
-        assumptions=(f"published figures: {found.setting}",),
-    )
-
-
-def failed_row(cell: Cell, error: Exception) -> Row:
-    """A row for a cell that could not run: the error takes the place of the numbers, so that it never just drops
-    out.
-    """
-    reason = " ".join(str(error).split())
-    if not isinstance(error, MoebenchError | StoreError | OSError):  # its text alone may say nothing
-        reason = f"{type(error).__name__}: {reason}"
-    missing = {name: metric(name, None, None, 0, "the run failed") for name in figures.TABLE}
-    return Row(
-        system=cell.spec.id,
-        fidelity=cell.spec.fidelity(cell.config.knobs),
-        hw=cell.config.hw,
-        model=cell.model,
-        workload_name=_workload_name(cell),
-        config={**cell.config.resolved(), "engine": cell.engine, "model": cell.model},
-        environment=machine.environment(),
-        workload={"kind": cell.config.workload.kind, "seed": cell.config.workload.seed, "hash": ""},
-        protocol={"clock": cell.clock, "why": cell.why},
-        metrics=missing,
-        status="failed",
-        error=reason,
-    )

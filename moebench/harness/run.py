@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 from moebench.config import RunConfig
 from moebench.errors import MoebenchError, UsageError
-from moebench.harness.cell import failed_row, published_row, run_cell
+from moebench.harness.cell import run_cell
 from moebench.harness.isolate import isolated
 from moebench.harness.plan import Cell, plan
+from moebench.harness.rows import failed_row, published_row
 from moebench.plugins import Registry, load_plugins
 from moebench.residency.ledger import BudgetError
 from moebench.result import Row
