@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import torch
 from engine_fixtures import GEOMETRY
 
 from moebench.hookspecs import hookimpl
 from moebench.routing import RoutingLaw
 from moebench.systems.edge0 import Edge0, Edge0Config
 from moebench.systems.edge0.equipment import Content
-from moebench.systems.edge0.heads import Plan, head_shapes
+from moebench.systems.edge0.heads import PARTS, Plan, head_shapes
 from moebench.systems.edge0.predictor import Heads, Recorded
+from moebench.systems.edge0.student import Head
 from moebench.systems.edge0.surrogate import predicted
 from moebench.systemspec import Equipment, RunContext
 
@@ -29,6 +31,12 @@ def random_heads(plan: Plan, hidden: int, experts: int, seed: int = 0) -> dict[i
         }
         for owner in plan.owners
     }
+
+
+def untrained(router: np.ndarray) -> dict[str, np.ndarray]:
+    """A head as training begins, over the next layer's router [E, H]."""
+    head = Head(torch.from_numpy(router))
+    return {part: getattr(head, part).detach().numpy() for part in PARTS}
 
 
 class Logged(Edge0):

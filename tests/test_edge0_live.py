@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from edge0_fixtures import LAW, live, random_heads
+from edge0_fixtures import LAW, live, random_heads, untrained
 from engine_fixtures import Watch, costs, make_experts
 from numpy_ops import NumpyOps
 from torch_models import make_backend, native_model
@@ -31,7 +31,7 @@ from moebench.store.pages import aligned_buffer
 from moebench.store.writer import write_pack
 from moebench.systems.edge0 import Edge0, Edge0Config
 from moebench.systems.edge0.equipment import equip
-from moebench.systems.edge0.heads import Plan, consumers_from, head_parameters, initial_head
+from moebench.systems.edge0.heads import Plan, consumers_from, head_parameters
 from moebench.systems.edge0.predictor import Heads
 from moebench.systemspec import RunContext, Target
 from moebench.timeline.filled import FilledTimeline
@@ -203,7 +203,7 @@ def test_heads_of_the_published_models_have_the_published_size(hidden, experts, 
 def test_an_untrained_head_is_the_next_layers_router():
     rng = np.random.default_rng(0)
     router, hidden = rng.standard_normal((8, 32)).astype(np.float32), rng.standard_normal((1, 32)).astype(np.float32)
-    heads = Heads(Plan(3, 2, (1,)), {0: initial_head(router)}, 8, LAW, NumpyOps(), "gate")
+    heads = Heads(Plan(3, 2, (1,)), {0: untrained(router)}, 8, LAW, NumpyOps(), "gate")
     step = Step(0, DECODE, np.zeros(1, np.int32), np.zeros(1, np.int32), np.ones(1, bool), 1)
     heads.begin(step)
     heads.observe(0, step, hidden, np.array([[5, 2]]))
@@ -221,7 +221,7 @@ def test_a_selection_bias_chooses_and_does_not_weigh():
     step = Step(0, DECODE, np.zeros(1, np.int32), np.zeros(1, np.int32), np.ones(1, bool), 1)
     chosen = {}
     for name, bias in (("with", backend_bias), ("without", {})):
-        heads = Heads(Plan(3, 2, (1,)), {0: initial_head(router)}, 8, law, NumpyOps(), "gate", bias)
+        heads = Heads(Plan(3, 2, (1,)), {0: untrained(router)}, 8, law, NumpyOps(), "gate", bias)
         heads.begin(step)
         heads.observe(0, step, hidden, np.array([[5, 2]]))
         chosen[name] = heads.evaluate([0], step)[1].tolist()

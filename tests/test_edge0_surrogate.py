@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from moebench.errors import UsageError
 from moebench.step import ABSENT, DECODE
-from moebench.systems.edge0.surrogate import overlap_of, predicted
+from moebench.systems.edge0.surrogate import predicted
 from moebench.trace.format import Trace
 from moebench.trace.importers import import_npz
+from moebench.trace.stats import agreement
 from moebench.trace.stats import overlap as neighbours
 from moebench.trace.synthetic import SyntheticSpec, synthesize
 
@@ -41,11 +42,11 @@ def decoded(trace, channel, layers):
 
 @pytest.mark.parametrize(("k", "wanted"), [(4, 0.6), (4, 0.25), (3, 0.9), (2, 0.0), (4, 1.0)])
 def test_overlap_is_the_asked_one(trace, k, wanted):
-    layers = range(2, trace.layers - 1)
+    layers = list(range(2, trace.layers - 1))
     channel = predicted(trace, k, layers, wanted, seed=1)
     places = decoded(trace, channel, layers).size
     noise = 5 * (wanted * (1 - wanted) / places) ** 0.5 + (wanted % 1 > 0) / 2**16
-    assert overlap_of(trace, channel, layers) == pytest.approx(wanted, abs=noise)
+    assert agreement(trace.experts[:, layers], channel[:, layers]) == pytest.approx(wanted, abs=noise)
     if wanted == 1:
         assert np.array_equal(decoded(trace, channel, layers), decoded(trace, trace.experts[..., :k], layers))
 
@@ -149,4 +150,4 @@ def test_what_cannot_be_drawn_is_refused(change, message):
 
 def test_nothing_predicted_has_no_overlap():
     trace = synthesize(SPEC)
-    assert overlap_of(trace, np.full((trace.tokens, 8, 2), ABSENT, np.int16), [1]) is None
+    assert agreement(trace.experts[:, [1]], np.full((trace.tokens, 1, 2), ABSENT, np.int16)) is None

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from edge0_fixtures import untrained
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch_models import native_model
@@ -14,7 +15,7 @@ from moebench.routing import RoutingLaw, law_of_config
 from moebench.store.layout import QuantSpec
 from moebench.store.quant import dequantize, quantize
 from moebench.systems.edge0.data import Example
-from moebench.systems.edge0.heads import Plan, head_parameters, head_shapes, initial_head
+from moebench.systems.edge0.heads import Plan, head_parameters, head_shapes
 from moebench.systems.edge0.student import EXPERTS, Head, Student, dequantise_experts, differentiable
 from moebench.systems.edge0.training import pad, reverse_kl
 
@@ -136,7 +137,7 @@ def test_a_fresh_head_is_the_next_router_on_this_layers_input():
     router, h = torch.randn(8, 64), torch.randn(5, 64)
     f = torch.cat([h, torch.randint(0, 2, (5, 16)).float()], -1)
     np.testing.assert_allclose(Head(router)(f).detach(), F.linear(h, router), rtol=1e-6)
-    head = initial_head(router.numpy())
+    head = untrained(router.numpy())
     assert {part: m.shape for part, m in head.items()} == head_shapes(64, 8)
     inner = F.gelu(F.linear(f, torch.tensor(head["fc1"])))
     said = f.numpy() @ head["linear_init"].T + inner.numpy() @ head["fc2"].T

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from moebench.errors import UsageError
 
 HIDDEN = 512
@@ -64,15 +62,3 @@ def head_shapes(hidden: int, experts: int) -> dict[str, tuple[int, int]]:
 def head_parameters(hidden: int, experts: int) -> int:
     """Parameters of one head."""
     return sum(rows * columns for rows, columns in head_shapes(hidden, experts).values())
-
-
-def initial_head(router: np.ndarray, seed: int = 0) -> dict[str, np.ndarray]:
-    """A head before training, fp32: router weight [E, H] on h, nothing on the one-hots, W_2 zero, W_1 random."""
-    experts, hidden = router.shape
-    shapes = head_shapes(hidden, experts)
-    rng = np.random.default_rng(seed)
-    return {
-        "fc1": (rng.standard_normal(shapes["fc1"]) / shapes["fc1"][1] ** 0.5).astype(np.float32),
-        "fc2": np.zeros(shapes["fc2"], np.float32),
-        "linear_init": np.concatenate([router, np.zeros((experts, 2 * experts))], axis=1).astype(np.float32),
-    }

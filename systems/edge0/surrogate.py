@@ -18,7 +18,6 @@ from moebench.errors import UsageError
 from moebench.step import ABSENT, DECODE
 from moebench.trace.draws import Draws
 from moebench.trace.format import Trace
-from moebench.trace.stats import agreement
 
 TRIES = 8
 UNIT = 1 << 16  # resolution of ``overlap``
@@ -41,14 +40,6 @@ def predicted(trace: Trace, top_k: int, consumers: Sequence[int], overlap: float
     out = np.full((trace.tokens, trace.layers, top_k), ABSENT, np.int16)
     out[rows[:, None], layers] = chosen.reshape(own.shape)
     return out
-
-
-def overlap_of(trace: Trace, channel: np.ndarray, consumers: Sequence[int]) -> float | None:
-    """Mean share of ``channel``'s experts [T, L, k] at ``consumers`` that the token's own router put among its first k;
-    None where it predicts nothing.
-    """
-    layers = list(consumers)
-    return agreement(trace.experts[:, layers], channel[:, layers])
 
 
 def _checked(trace: Trace, top_k: int, consumers: Sequence[int], overlap: float) -> np.ndarray:
