@@ -1,0 +1,1 @@
+"""BigMoMo (arXiv 2609.14643): the verification window of speculative decoding as an I/O window."""
