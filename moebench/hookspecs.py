@@ -114,7 +114,7 @@ def demote(keys, view):
 
 @hookspec(firstresult=True)
 def plan_reads(keys, view):
-    """Return the missing ``keys`` of one wave in the order in which their reads are issued."""
+    """Return the missing ``keys`` of one wave in the order of their reads; a group of neighbours is one request."""
 
 
 @hookspec(firstresult=True)

@@ -6,6 +6,7 @@ import numpy as np
 
 from moebench.engine.acquire import Experts
 from moebench.engine.hooks import Hooks
+from moebench.engine.movement import Rules
 from moebench.geometry import Geometry
 from moebench.hookspecs import hookimpl
 from moebench.residency.tier import Tier
@@ -52,7 +53,7 @@ def make_experts(plugins, slots=20, scope="shared", host=0, timeline=None, geome
     tiers = [Tier("device", slots, geometry.slot_bytes, geometry.layers, geometry.experts, scope)]
     if host:
         tiers.append(Tier("host", host, geometry.slot_bytes, geometry.layers, geometry.experts))
-    return Experts(geometry, tiers, timeline or VirtualTimeline(costs()), Hooks(plugins), keep_evicted and bool(host))
+    return Experts(geometry, tiers, timeline or VirtualTimeline(costs()), Hooks(plugins), Rules(keep_evicted and bool(host)))
 
 
 def run_context(slots=20, scope="shared", future=None) -> RunContext:

@@ -11,6 +11,7 @@ from engine_fixtures import Watch, costs
 
 from moebench.engine.acquire import Experts
 from moebench.engine.hooks import Hooks
+from moebench.engine.movement import Rules
 from moebench.engine.loop import replay, replay_steps
 from moebench.geometry import Geometry
 from moebench.residency.tier import Tier
@@ -70,7 +71,7 @@ class Run:
         if host:
             tiers.append(Tier("host", host, geometry.slot_bytes, geometry.layers, geometry.experts))
         self.timeline = timeline or VirtualTimeline(costs(**{**BASE, **(change or {})}))
-        self.experts = Experts(geometry, tiers, self.timeline, Hooks([self.system, self.watch]), bool(host))
+        self.experts = Experts(geometry, tiers, self.timeline, Hooks([self.system, self.watch]), Rules(bool(host)))
         read, copy = self.timeline.costs.read_s[1], self.timeline.costs.copy_s if host else 0.0
         self.experts.read_estimate_s, self.experts.copy_estimate_s = read, copy
         self.watch.experts = self.experts

@@ -72,7 +72,7 @@ class Lab:
         timeline = make(open_engine("pread", pack), lambda name, slot: tier.arena[slot])
         outs = []
         try:
-            experts = Experts(geometry, [tier], timeline, Hooks(list(plugins)), False)
+            experts = Experts(geometry, [tier], timeline, Hooks(list(plugins)))
             loop = Loop(self.backend, experts, 4)
             for prompts in requests:
                 out = loop.generate(prompts, TOKENS, keep_logits=True)

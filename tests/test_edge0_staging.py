@@ -97,9 +97,9 @@ def test_reads_of_the_next_token_go_out_after_their_features_and_before_their_us
     events = []
 
     class Recording(VirtualTimeline):
-        def read(self, keys, slots, tier, priority):
+        def read(self, keys, slots, tier, priority, together=()):
             events.extend(("read", key, priority) for key in keys)
-            return super().read(keys, slots, tier, priority)
+            return super().read(keys, slots, tier, priority, together)
 
     trace = make_trace(60, sequences=1)
     system, _ = replayed(Edge0Config(fill=fill), trace, WIDE, 12)

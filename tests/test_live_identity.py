@@ -13,6 +13,7 @@ from moebench.backends.torch_bytes import TorchCpuLayout
 from moebench.backends.torch_source import TransformersSource
 from moebench.engine.acquire import Experts
 from moebench.engine.hooks import Hooks
+from moebench.engine.movement import Rules
 from moebench.engine.loop import Loop, seeded_sampler
 from moebench.plugins import load_plugins
 from moebench.residency.tier import Tier
@@ -63,7 +64,7 @@ class Lab:
         make = WallTimeline if clock == "wall" else lambda r, b: FilledTimeline(costs(), r, b)
         timeline = make(reader, lambda name, slot: arenas[name].arena[slot])
         try:
-            experts = Experts(geometry, tiers, timeline, Hooks(list(plugins)), bool(host), late)
+            experts = Experts(geometry, tiers, timeline, Hooks(list(plugins)), Rules(bool(host), late_eviction=late))
             if full:
                 experts.preload()
             loop = Loop(self.backend, experts, chunk)

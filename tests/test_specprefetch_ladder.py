@@ -192,9 +192,9 @@ def test_a_prompt_is_not_read_ahead():
     class Seen(VirtualTimeline):
         ahead = 0
 
-        def read(self, keys, slots, tier, priority):
+        def read(self, keys, slots, tier, priority, together=()):
             Seen.ahead += len(keys) * (priority == PREFETCH)
-            return super().read(keys, slots, tier, priority)
+            return super().read(keys, slots, tier, priority, together)
 
     trace = held_out()
     prompt = int((trace.phase == DECODE).argmax())

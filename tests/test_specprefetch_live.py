@@ -22,6 +22,7 @@ from moebench.backends.torch_source import TransformersSource
 from moebench.cli import main
 from moebench.engine.acquire import Experts
 from moebench.engine.hooks import Hooks
+from moebench.engine.movement import Rules
 from moebench.engine.loop import Loop, replay
 from moebench.errors import UsageError
 from moebench.harness.cell import DemandLog
@@ -94,7 +95,7 @@ class Lab:
         make = WallTimeline if clock == "wall" else lambda r, b: FilledTimeline(costs(), r, b)
         timeline = make(open_engine("pread", pack, threads=1), lambda name, slot: arenas[name].arena[slot])
         try:
-            experts = Experts(geometry, tiers, timeline, Hooks([system, *observers]), bool(host))
+            experts = Experts(geometry, tiers, timeline, Hooks([system, *observers]), Rules(bool(host)))
             if clock == "virtual":
                 experts.read_estimate_s = timeline.costs.read_s[1]
             if full:

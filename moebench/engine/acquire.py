@@ -7,7 +7,7 @@ waves, and every expert is loaded once. Knows no system, no device and no file.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -184,16 +184,27 @@ class Experts(ReadAhead):
                 self.temporary.update(k for k, stay in zip(missing, keep, strict=True) if not stay)
                 self.record.temporary += len(missing) - sum(map(bool, keep))
             if self.hooks.plan_reads is not None:
-                planned = list(self.hooks.plan_reads(missing, self.view))
-                if sorted(planned) != sorted(missing):
-                    raise PluginError(f"plan_reads returned {planned} for {missing}; it may only reorder")
-                missing = planned
-            short = self._fetch_late(layer, missing) if self.late_eviction else len(missing)
+                missing = self._planned(missing, self.hooks.plan_reads(missing, self.view))
+            short = self._fetch_late(layer, missing) if self.rules.late_eviction else len(missing)
             if self._make_room(layer, short, wait=True) < short:
                 raise PluginError(f"evict held back too much: layer {layer} demands {short} experts that find no slot")
             self._fetch(missing[len(missing) - short :], DEMAND)
             self.record.demand_reads += len(missing)
+            self._run_of = {}
         return joined + missing
+
+    def _planned(self, missing: list[int], plan: Sequence[int | Sequence[int]]) -> list[int]:
+        """Missing keys in the order of a system's plan, and which of them one request reads together."""
+        runs = [(item,) if isinstance(item, int | np.integer) else tuple(item) for item in plan]
+        planned = [int(k) for run in runs for k in run]
+        if sorted(planned) != sorted(missing):
+            raise PluginError(f"plan_reads returned {planned} for {missing}; it may only reorder and group")
+        if len(runs) < len(planned):
+            ascending = all((np.diff(self.places(run)) > 0).all() for run in runs)
+            if not ascending:
+                raise PluginError("plan_reads: experts of one request must ascend by view.position")
+            self._run_of = {int(k): i for i, run in enumerate(runs) for k in run}
+        return planned
 
     def _observe_window(self, layer: int) -> None:
         now = self.timeline.now()

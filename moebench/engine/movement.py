@@ -6,6 +6,8 @@ Knows hooks, tickets and tiers; knows no layer's demand, no system, no device an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
@@ -13,6 +15,7 @@ from moebench.engine.hooks import Hooks
 from moebench.engine.record import StepRecord
 from moebench.engine.view import View
 from moebench.geometry import Geometry
+from moebench.residency.places import Places
 from moebench.residency.tier import Tier
 from moebench.step import PHASES, Step
 from moebench.timeline.base import DEMAND, PREFETCH, Ticket, Timeline
@@ -24,12 +27,26 @@ class PluginError(ValueError):
     """A plugin broke the contract of a hook."""
 
 
-class Movement:
-    """Tiers and what is on its way into them.
+@dataclass(frozen=True)
+class Rules:
+    """How experts move.
 
-    ``tiers`` is one tier, or (device, host): then every read lands in a host slot and is copied up, so that the host
-    slots are staging area and, with ``keep_evicted``, victim cache in one. With ``late_eviction`` the reads of a demand
-    are issued before its victims are asked for.
+    With two tiers every read lands in a host slot and is copied up, so that the host slots are staging area and, with
+    ``keep_evicted``, victim cache in one; without ``keep_landed`` a host slot is free as soon as it was copied up.
+    ``pool``: at most so many transfers into the device tier at a time, the buffers that they pin; 0 for no bound.
+    ``late_eviction``: the reads of a demand are issued before its victims are asked for.
+    """
+
+    keep_evicted: bool = False
+    keep_landed: bool = True
+    late_eviction: bool = False
+    pool: int = 0
+
+
+class Movement:
+    """Tiers, one or (device, host), and what is on its way into them.
+
+    ``scratch`` are host slots that hold an expert of the device for one layer, where a system computes on the host.
     """
 
     def __init__(
@@ -38,17 +55,20 @@ class Movement:
         tiers: Sequence[Tier],
         timeline: Timeline,
         hooks: Hooks,
-        keep_evicted: bool = False,
-        late_eviction: bool = False,
+        rules: Rules = Rules(),  # noqa: B008 - frozen
+        places: Places | None = None,
+        scratch: Tier | None = None,
     ) -> None:
         self.geometry, self.tiers, self.timeline, self.hooks = geometry, list(tiers), timeline, hooks
         self.device = self.tiers[0]
         self.host = self.tiers[1] if len(self.tiers) > 1 else None
-        self.keep_evicted, self.late_eviction = keep_evicted, late_eviction
+        self.rules, self.scratch = rules, scratch
+        self.places = places or Places.in_order(geometry.keys)
         self.in_flight: dict[int, Ticket] = {}  # transfers into the device tier
         self.loading: dict[int, Ticket] = {}  # reads into the host tier
         self.temporary: set[int] = set()
         self._wave: set[int] = set()
+        self._run_of: dict[int, int] = {}  # which request of a wave reads a key
         self._reading_ahead = False  # a prefetch never waits and never copies victims down
         self.windows = [[0.0] * geometry.layers for _ in PHASES]
         self.read_estimate_s = self.copy_estimate_s = 0.0
@@ -107,7 +127,7 @@ class Movement:
             if len(set(victims)) < len(victims) or not tier.may_leave(victims, layer):
                 raise PluginError(f"evict returned {victims[:8]}; it may only return distinct ones of its candidates")
         self.record.evictions += len(victims)
-        if tier is self.device and self.keep_evicted and not self._reading_ahead:
+        if tier is self.device and self.rules.keep_evicted and not self._reading_ahead:
             self._demote(victims)
         tier.drop(victims)
         return len(victims)
@@ -134,7 +154,7 @@ class Movement:
             candidates = candidates[np.array([k not in self.in_flight for k in candidates.tolist()], bool)]
             above = self.device.slot_of[candidates] >= 0
             doubled = candidates[above]
-            if self.late_eviction:  # what the wave has just read waits here for its device slot
+            if self.rules.late_eviction:  # what the wave has just read waits here for its device slot
                 candidates = candidates[above | np.array([k not in self._wave for k in candidates.tolist()], bool)]
             if len(doubled):  # the device holds it too: nothing is lost
                 self.host.drop(doubled[:1].tolist())
@@ -152,30 +172,64 @@ class Movement:
         return True
 
     def _fetch(self, keys: list[int], priority: int) -> None:
-        """Issue the transfers that bring ``keys`` into their device slots."""
-        device, timeline = self.device, self.timeline
-        if self.host is None:
-            tickets = timeline.read(keys, [device.take(k) for k in keys], device.name, priority)
-            self.in_flight.update(zip(keys, tickets, strict=True))
-            self.record.read_bytes += sum(t.nbytes for t in tickets)
-            return
+        """Issue the transfers that bring ``keys`` into their device slots, at most ``pool`` at a time."""
+        device, pool = self.device, self.rules.pool
+        while keys:
+            now = keys
+            if pool:  # a buffer is used again only when its transfer is complete
+                self._settle()
+                while len(self.in_flight) >= pool:
+                    self._await(next(iter(self.in_flight)))
+                    self.record.pool_waits += 1
+                now = keys[: pool - len(self.in_flight)]
+            keys = keys[len(now) :]
+            if self.host is None:
+                self._read([(k, device.take(k)) for k in now], self.in_flight, device.name, priority)
+                continue
+            for run in self._runs(now):
+                self._lift([k for k in run if k in self.host], priority)
+                run = [k for k in run if k not in self.host]
+                while run:
+                    loaded = self._load(run, priority)
+                    self._lift(loaded, priority)  # from here on their host slots are in use
+                    run = run[len(loaded) :]
+
+    def _lift(self, keys: list[int], priority: int) -> None:
+        """Issue the copies of experts up from the host tier, behind the reads that bring them there."""
+        host, device = self.host, self.device
         for key in keys:
-            self._load(key, priority)
             after = self.loading.get(key)
-            source = (self.host.name, self.host.slot(key))
-            self.in_flight[key] = timeline.copy(key, source, (device.name, device.take(key)), after)
+            if after is not None and priority == DEMAND:
+                self.timeline.promote(after)
+            source, target = (host.name, host.slot(key)), (device.name, device.take(key))
+            self.in_flight[key] = self.timeline.copy(key, source, target, after)
             self.record.copies += 1
 
-    def _load(self, key: int, priority: int) -> None:
-        """See to it that an expert is in the host tier or on its way there."""
-        if key not in self.host:
+    def _runs(self, keys: list[int]) -> list[list[int]]:
+        """What one request reads; an expert of no run is one by itself."""
+        return [list(run) for _, run in groupby(keys, lambda k: self._run_of.get(k, -1 - k))]
+
+    def _read(self, taken: list[tuple[int, int]], into: dict[int, Ticket], tier: str, priority: int) -> None:
+        """Issue reads of (key, slot) pairs; neighbours that a system reads together are one request."""
+        together: Sequence[int] = ()
+        if self._run_of:
+            together = list(map(len, self._runs([key for key, _ in taken])))
+        keys, slots = zip(*taken, strict=True) if taken else ((), ())
+        tickets = self.timeline.read(keys, slots, tier, priority, together)
+        into.update(zip(keys, tickets, strict=True))
+        self.record.read_bytes += sum(t.nbytes for t in tickets)
+
+    def _load(self, run: list[int], priority: int) -> list[int]:
+        """Start reading as much of a run as host slots can be freed for; returns those keys, at least one."""
+        taken = []
+        for key in run:
             if not self._host_room(key):
-                raise PluginError("the host tier has no slot that may be reused; raise budget=")
-            (ticket,) = self.timeline.read([key], [self.host.take(key)], self.host.name, priority)
-            self.loading[key] = ticket
-            self.record.read_bytes += ticket.nbytes
-        elif key in self.loading and priority == DEMAND:
-            self.timeline.promote(self.loading[key])
+                break
+            taken.append((key, self.host.take(key)))
+        if not taken:
+            raise PluginError("the host tier has no slot that may be reused; raise budget=")
+        self._read(taken, self.loading, self.host.name, priority)
+        return run[: len(taken)]
 
     def _fetch_late(self, layer: int, keys: list[int]) -> int:
         """Issue what reads of a demand can start before its victims are known, then choose victims; returns how many
@@ -185,8 +239,12 @@ class Movement:
         free, and the choice of victims frees the next one.
         """
         if self.host is not None:
-            for key in keys:
-                self._load(key, DEMAND)
+            for run in self._runs(keys):
+                for key in [k for k in run if k in self.loading]:
+                    self.timeline.promote(self.loading[key])
+                run = [k for k in run if k not in self.host]
+                while run:
+                    run = run[len(self._load(run, DEMAND)) :]
             return len(keys)
         early = keys[: self.device.free_slots(layer)]
         self._fetch(early, DEMAND)
@@ -244,6 +302,8 @@ class Movement:
             self.device.lease((key,))
         if key in self.loading:
             self._landed(key)
+        elif self.host is not None and not self.rules.keep_landed and key in self.host:
+            self.host.drop((key,))
 
     def _landed(self, key: int) -> None:
         """Wait for one read into the host tier and mark its slot ready; a failed demand raises."""
@@ -256,6 +316,8 @@ class Movement:
             raise
         del self.loading[key]
         self.host.complete(key)
+        if not self.rules.keep_landed and key not in self.in_flight:
+            self.host.drop((key,))
 
     def drain(self) -> None:
         """Wait for everything in flight; used between requests and before closing."""

@@ -55,6 +55,10 @@ class View:
         """Whether room is being made for a prefetch rather than for a demand."""
         return self._experts._reading_ahead
 
+    def position(self, keys) -> np.ndarray:
+        """Place of each key on storage (int64), counted in whole experts: neighbours differ by one."""
+        return self._experts.places(keys)
+
     def resident(self, keys, tier: str | None = None) -> np.ndarray:
         """Per key (bool): complete in ``tier`` (the fastest when None)."""
         return self._experts.tier(tier).resident(keys)

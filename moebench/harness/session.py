@@ -9,6 +9,7 @@ from typing import Any
 from moebench.budget import parse_bytes
 from moebench.engine.acquire import Experts
 from moebench.engine.hooks import Hooks
+from moebench.engine.movement import Rules
 from moebench.geometry import Geometry
 from moebench.harness import costs as cost_model
 from moebench.harness.memory import StateWatch, make_tiers, size, staging_slots
@@ -115,8 +116,8 @@ def open_session(
     watch = StateWatch(ledger, geometry, kv_bytes)
     try:
         hooks = Hooks([spec.make(config.knobs, run), metrics, watch, *observers])
-        keep_evicted, late = sizes.host > staging_slots(geometry), spec.late_eviction(config.knobs)
-        experts = Experts(geometry, tiers, timeline, hooks, keep_evicted, late)
+        rules = Rules(keep_evicted=sizes.host > staging_slots(geometry), late_eviction=spec.late_eviction(config.knobs))
+        experts = Experts(geometry, tiers, timeline, hooks, rules)
         if isinstance(timeline, VirtualTimeline):
             experts.read_estimate_s, experts.copy_estimate_s = timeline.costs.read_s[1], timeline.costs.copy_s
         hooks.prepare(run)

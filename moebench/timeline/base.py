@@ -40,8 +40,14 @@ class Timeline(ABC):
         """Seconds since the run began."""
 
     @abstractmethod
-    def read(self, keys: Sequence[int], slots: Sequence[int], tier: str, priority: int) -> list[Ticket]:
-        """Start reading whole experts from storage into slots of ``tier``, in this order; never blocks."""
+    def read(
+        self, keys: Sequence[int], slots: Sequence[int], tier: str, priority: int, together: Sequence[int] = ()
+    ) -> list[Ticket]:
+        """Start reading whole experts from storage into slots of ``tier``, in this order; never blocks.
+
+        ``together`` cuts ``keys`` into runs of so many neighbours each, ascending by place, that one request reads with
+        the gaps between them; empty: each expert is a request of its own.
+        """
 
     @abstractmethod
     def copy(self, key: int, source: tuple[str, int], target: tuple[str, int], after: Ticket | None) -> Ticket:
@@ -73,6 +79,14 @@ class Timeline(ABC):
         """``count`` experts ran over ``rows`` (row, expert) pairs: a modeled clock advances, a measured one does
         nothing.
         """
+
+    @abstractmethod
+    def compute_on_host(self, source: Ticket | None, count: int, rows: int) -> None:
+        """``count`` experts run on the host's own processor beside the device, from when ``source`` is complete."""
+
+    @abstractmethod
+    def join_host(self) -> None:
+        """What runs on the host's processor is complete."""
 
     @abstractmethod
     def compute_dense(self, layers: int, rows: int, state_bytes: int, final: bool) -> None:

@@ -5,6 +5,7 @@ Built from a hardware profile and a model geometry by ``harness``; knows neither
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -22,6 +23,11 @@ class Costs:
     arithmetic of one row in one layer; ``state_byte_s`` one layer's share of a byte of cache and recurrent state;
     ``byte_s`` streams one byte of a system's own work; ``layer_floor_s`` the least time a layer takes in the software
     stack.
+
+    ``requests`` are the storage requests that one expert takes, and ``request_s(nbytes, depth)`` is the service time of
+    one that reads several neighbours. ``decode_s`` expands one compressed expert (0: stored as computed on), whose
+    ``copy_coded_s`` is the way up. ``host_expert_s`` and ``host_row_s`` are ``expert_s`` and ``expert_row_s`` on the
+    host's own processor, ``host_trip_s`` what a layer's activations take there and back.
     """
 
     read_bytes: int
@@ -43,6 +49,13 @@ class Costs:
     layer_floor_s: float
     host_sync_s: float
     byte_s: float = 0.0
+    requests: int = 1
+    request_s: Callable[[int, int], float] | None = None
+    decode_s: float = 0.0
+    copy_coded_s: float = 0.0
+    host_expert_s: float = 0.0
+    host_row_s: float = 0.0
+    host_trip_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -11,6 +11,7 @@ from moebench.store.engines import ReadEngine, StoreError
 from moebench.timeline.base import Ticket
 from moebench.timeline.costs import Costs
 from moebench.timeline.virtual import VirtualTimeline
+from moebench.timeline.wall import submit
 
 
 class FilledTimeline(VirtualTimeline):
@@ -21,11 +22,13 @@ class FilledTimeline(VirtualTimeline):
         self.engine, self.buffer = engine, buffer
         self._real: dict[Ticket, Callable[[], object]] = {}
 
-    def read(self, keys: Sequence[int], slots: Sequence[int], tier: str, priority: int) -> list[Ticket]:
+    def read(
+        self, keys: Sequence[int], slots: Sequence[int], tier: str, priority: int, together: Sequence[int] = ()
+    ) -> list[Ticket]:
         """Start modeled and real reads."""
-        tickets = super().read(keys, slots, tier, priority)
-        for ticket in tickets:
-            self._real[ticket] = self.engine.submit(ticket.key, self.buffer(tier, ticket.slot), priority).result
+        tickets = super().read(keys, slots, tier, priority, together)
+        for ticket, future in zip(tickets, submit(self.engine, self.buffer, tickets, tier, together), strict=True):
+            self._real[ticket] = future.result
         return tickets
 
     def copy(self, key: int, source: tuple[str, int], target: tuple[str, int], after: Ticket | None) -> Ticket:

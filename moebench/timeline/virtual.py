@@ -11,18 +11,21 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
+from moebench.residency.places import Places
 from moebench.timeline.base import DEMAND, Ticket, Timeline
 from moebench.timeline.costs import Costs
 
 
 class VirtualTimeline(Timeline):
-    """Simulated time for one run. ``storage_bytes`` counts what storage itself delivered, page-cache hits excluded."""
+    """Simulated time for one run. ``storage_bytes`` counts what storage itself delivered, page-cache hits excluded, and
+    ``storage_requests`` in how many pieces. ``places`` says which experts are neighbours there.
+    """
 
     clock = "virtual"
 
-    def __init__(self, costs: Costs) -> None:
-        self.costs = costs
-        self.storage_bytes = 0
+    def __init__(self, costs: Costs, places: Places | None = None) -> None:
+        self.costs, self.places = costs, places
+        self.storage_bytes = self.storage_requests = 0
         self._now = 0.0
         self._demand_free = 0.0  # when storage has served all demand reads issued so far
         self._swept = 0.0  # prefetch service is simulated up to here
@@ -31,7 +34,10 @@ class VirtualTimeline(Timeline):
         self._begun: Ticket | None = None  # the one at the head that was served in part
         self._towards: dict[Ticket, str] = {}
         self._link_free = {"host": 0.0, "device": 0.0}  # the link carries both directions at once
-        self._memory_free = 0.0
+        self._memory_free = self._decoder_free = self._host_free = 0.0
+        self._host_busy = False
+        self._coded: set[Ticket] = set()  # reads that are decoded as they arrive
+        self._decoded_below: set[int] = set()  # experts that came down to the host, decoded
         self._pages: OrderedDict[int, None] = OrderedDict()
         self._page_slots = costs.page_cache_bytes // max(1, costs.expert_bytes)
 
@@ -41,7 +47,9 @@ class VirtualTimeline(Timeline):
 
     # --- storage ---------------------------------------------------------------------------------------------------
 
-    def read(self, keys: Sequence[int], slots: Sequence[int], tier: str, priority: int) -> list[Ticket]:
+    def read(
+        self, keys: Sequence[int], slots: Sequence[int], tier: str, priority: int, together: Sequence[int] = ()
+    ) -> list[Ticket]:
         """Start reads; completion times of demand reads are known at once, those of prefetches as time passes."""
         costs = self.costs
         if tier == "device":  # by way of a host slot it is the copy up that the host thread issues
@@ -50,13 +58,23 @@ class VirtualTimeline(Timeline):
         for key, slot in zip(keys, slots, strict=True):
             ticket = Ticket(key, costs.read_bytes, slot, priority, now)
             tickets.append(ticket)
+            if costs.decode_s:
+                if tier == "device":
+                    self._coded.add(ticket)
+                else:
+                    self._decoded_below.discard(key)
             if self._page_slots and self._from_page_cache(key):
-                ticket.done_s = self._memory_free = max(now, self._memory_free) + costs.cached_s
+                self._memory_free = max(now, self._memory_free) + costs.cached_s
+                self._arrive(ticket, self._memory_free)
             else:
                 cold.append(ticket)
         if not cold:
             return tickets
+        if together:
+            self._read_runs(tickets, together)
+            return tickets
         self.storage_bytes += costs.read_bytes * len(cold)
+        self.storage_requests += costs.requests * len(cold)
         if priority == DEMAND:
             self._serve(cold)
         else:
@@ -68,23 +86,79 @@ class VirtualTimeline(Timeline):
                 self._left[ticket] = service
         return tickets
 
+    def _read_runs(self, tickets: list[Ticket], together: Sequence[int]) -> None:
+        """Requests of several neighbours each: a run is read whole, from its first cold expert to its last."""
+        costs, at, requests = self.costs, 0, []
+        for count in together:
+            run = [t for t in tickets[at : at + count] if t.done_s is None]
+            at += count
+            if run:
+                first, last = self.places([run[0].key, run[-1].key]).tolist() if self.places else (0, len(run) - 1)
+                gap = last - first + 1 - len(run)
+                run[0].nbytes += gap * costs.read_bytes
+                requests.append((run, (len(run) + gap) * costs.read_bytes))
+        self.storage_bytes += sum(nbytes for _, nbytes in requests)
+        self.storage_requests += len(requests)
+        if tickets[0].priority == DEMAND:
+            start, waiting = self._begin_service()
+            each = [costs.request_s(nbytes, len(requests) + waiting) for _, nbytes in requests]
+            ends = self._spread(start, each, costs.request_s(requests[0][1], 1), waiting)
+            for (run, _), end in zip(requests, ends, strict=True):
+                for ticket in run:
+                    self._arrive(ticket, end)
+        else:
+            self._sweep(self._now)
+            depth = len(self._queue) + len(requests)
+            for run, nbytes in requests:
+                service = max(costs.request_s(nbytes, depth), costs.request_s(nbytes, 1) / depth)
+                for ticket in run:
+                    self._queue.append(ticket)
+                    self._left[ticket] = service / len(run)
+
+    def _arrive(self, ticket: Ticket, at: float) -> None:
+        """The last byte of a read comes in at ``at``; a compressed expert is complete when it is decoded."""
+        if ticket in self._coded:
+            self._coded.discard(ticket)
+            at = self._decoder_free = max(at, self._decoder_free) + self.costs.decode_s
+        ticket.done_s = at
+
     def _serve(self, tickets: list[Ticket]) -> None:
         """Completion times of demand reads issued now: first after a lone read's time, last at full throughput."""
-        costs, now = self.costs, self._now
-        self._sweep(now)
-        backlog = self._demand_free - now
-        waiting = max(0, round(backlog / costs.read_s[-1])) if backlog > 0 else 0
-        start = (
-            self._demand_free if backlog > 0 else now + (min(costs.block_s, self._head_left()) if self._queue else 0.0)
-        )
+        costs = self.costs
+        start, waiting = self._begin_service()
         count = len(tickets)
         each = costs.read_s[min(len(costs.read_s) - 1, count + waiting)]
-        total = max(count * each, costs.read_s[1]) if not waiting else count * each
-        first = min(total, costs.read_s[1]) if not waiting else each
-        gap = (total - first) / (count - 1) if count > 1 else 0.0
-        for i, ticket in enumerate(tickets):
-            ticket.done_s = start + first + gap * i
+        ends = self._spread(start, [each] * count, costs.read_s[1], waiting)
+        for ticket, end in zip(tickets, ends, strict=True):
+            self._arrive(ticket, end)
+
+    def _begin_service(self) -> tuple[float, int]:
+        """When storage turns to demand issued now, and how many experts it has waiting before."""
+        now = self._now
+        self._sweep(now)
+        backlog = self._demand_free - now
+        if backlog > 0:
+            return self._demand_free, max(0, round(backlog / self.costs.read_s[-1]))
+        return now + (min(self.costs.block_s, self._head_left()) if self._queue else 0.0), 0
+
+    def _spread(self, start: float, each: list[float], alone: float, waiting: int) -> list[float]:
+        """Ends of requests that overlap: the first after its time alone, the last when all service is done."""
+        count, same = len(each), min(each) == max(each)
+        total = count * each[0] if same else sum(each)
+        if not waiting:
+            total = max(total, alone)
+        first = each[0] if waiting else min(total, alone)
         self._demand_free = start + total
+        if count == 1:
+            return [start + total]
+        if same:
+            gap = (total - first) / (count - 1)
+            return [start + first + gap * i for i in range(count)]
+        rest, done, ends = sum(each[1:]), 0.0, [start + first]
+        for service in each[1:]:
+            done += service
+            ends.append(start + first + (total - first) * (done / rest))
+        return ends
 
     def _head_left(self) -> float:
         return self._left[self._queue[0]]
@@ -103,7 +177,7 @@ class VirtualTimeline(Timeline):
             if used == need:
                 self._queue.popleft()
                 del self._left[ticket]
-                ticket.done_s = start
+                self._arrive(ticket, start)
             else:
                 self._left[ticket], self._begun = need - used, ticket
         self._swept = max(self._swept, until)
@@ -115,8 +189,8 @@ class VirtualTimeline(Timeline):
         left = self._left.pop(source, None)
         if left is not None:
             self._queue.remove(source)
-            source.done_s = max(self._now, self._demand_free) + left
-            self._demand_free = source.done_s
+            self._demand_free = max(self._now, self._demand_free) + left
+            self._arrive(source, self._demand_free)
 
     def cancel(self, read: Ticket, copy: Ticket | None) -> bool:
         """Take a prefetch out of the queue while none of it was served."""
@@ -127,6 +201,8 @@ class VirtualTimeline(Timeline):
         del self._left[read]
         self._pages.pop(read.key, None)
         self.storage_bytes -= read.nbytes
+        self.storage_requests -= self.costs.requests
+        self._coded.discard(read)
         if copy is not None:
             del self._towards[copy]
         return True
@@ -149,6 +225,11 @@ class VirtualTimeline(Timeline):
         ticket = Ticket(key, self.costs.expert_bytes, target[1], DEMAND, self._now)
         ticket.handle = after
         self._towards[ticket] = target[0]
+        if self.costs.decode_s:
+            if target[0] != "device":
+                self._decoded_below.add(key)
+            elif key not in self._decoded_below:
+                self._coded.add(ticket)
         landed = self._now if after is None else after.done_s
         if landed is not None:
             self._link(ticket, max(self._now, landed))
@@ -156,10 +237,11 @@ class VirtualTimeline(Timeline):
 
     def _link(self, ticket: Ticket, earliest: float) -> None:
         target = self._towards.pop(ticket)
-        took = self.costs.copy_s if target == "device" else self.costs.copy_back_s
+        costs = self.costs
+        took = costs.copy_back_s if target != "device" else costs.copy_coded_s if ticket in self._coded else costs.copy_s
         start = max(earliest, self._link_free[target])
         self._link_free[target] = start + took
-        ticket.done_s = start + self.costs.copy_latency_s + took
+        self._arrive(ticket, start + costs.copy_latency_s + took)
 
     # --- waiting ---------------------------------------------------------------------------------------------------
 
@@ -194,6 +276,21 @@ class VirtualTimeline(Timeline):
         """Each expert streams its weights once, or is bound by its rows' arithmetic."""
         costs = self.costs
         self._now += max(count * costs.expert_s, rows * costs.expert_row_s)
+
+    def compute_on_host(self, source: Ticket | None, count: int, rows: int) -> None:
+        """The host works through its experts one after another, beside the device."""
+        costs, begin = self.costs, self._now
+        if source is not None:
+            if self._resolve(source) is None:
+                self.promote(source)
+            begin = max(begin, self._resolve(source))
+        took = max(count * costs.host_expert_s, rows * costs.host_row_s)
+        self._host_free, self._host_busy = max(begin, self._host_free) + took, True
+
+    def join_host(self) -> None:
+        """The layer's sum needs the host's part, after its trip there and back."""
+        if self._host_busy:
+            self._now, self._host_busy = max(self._now, self._host_free + self.costs.host_trip_s), False
 
     def compute_dense(self, layers: int, rows: int, state_bytes: int, final: bool) -> None:
         """Dense weights stream once per pass; many rows are bound by arithmetic; a layer never beats the stack's

@@ -15,6 +15,23 @@ from moebench.store.engines import ReadEngine
 from moebench.timeline.base import DEMAND, Ticket, Timeline
 
 
+def submit(
+    engine: ReadEngine, buffer: Callable[[str, int], np.ndarray], tickets: Sequence[Ticket], tier: str,
+    together: Sequence[int],
+) -> list[Future]:  # fmt: skip
+    """Hand reads to an engine, run by run; returns their futures in order."""
+    futures, at = [], 0
+    for count in together or [1] * len(tickets):
+        run = tickets[at : at + count]
+        buffers = [buffer(tier, ticket.slot) for ticket in run]
+        if count == 1:
+            futures.append(engine.submit(run[0].key, buffers[0], run[0].priority))
+        else:
+            futures += engine.submit_run([ticket.key for ticket in run], buffers, run[0].priority)
+        at += count
+    return futures
+
+
 class WallTimeline(Timeline):
     """Drives ``engine`` and a copy thread. ``buffer(tier, slot)`` gives the bytes of a slot."""
 
@@ -34,13 +51,14 @@ class WallTimeline(Timeline):
         """Seconds since this timeline was made."""
         return time.perf_counter() - self._origin
 
-    def read(self, keys: Sequence[int], slots: Sequence[int], tier: str, priority: int) -> list[Ticket]:
-        """Submit one read per expert, in order."""
-        tickets = []
-        for key, slot in zip(keys, slots, strict=True):
-            ticket = Ticket(key, self.engine.pack.slot_bytes, slot, priority, self.now())
-            ticket.handle = self.engine.submit(key, self.buffer(tier, slot), priority)
-            tickets.append(ticket)
+    def read(
+        self, keys: Sequence[int], slots: Sequence[int], tier: str, priority: int, together: Sequence[int] = ()
+    ) -> list[Ticket]:
+        """Submit one read per expert, or one per run, in order."""
+        now, size = self.now(), self.engine.pack.slot_bytes
+        tickets = [Ticket(key, size, slot, priority, now) for key, slot in zip(keys, slots, strict=True)]
+        for ticket, future in zip(tickets, submit(self.engine, self.buffer, tickets, tier, together), strict=True):
+            ticket.handle = future
         return tickets
 
     def copy(self, key: int, source: tuple[str, int], target: tuple[str, int], after: Ticket | None) -> Ticket:
@@ -86,6 +104,12 @@ class WallTimeline(Timeline):
 
     def compute_experts(self, count: int, rows: int) -> None:
         """Real compute takes its own time."""
+
+    def compute_on_host(self, source: Ticket | None, count: int, rows: int) -> None:
+        """Real compute takes its own time."""
+
+    def join_host(self) -> None:
+        """Real compute is over when it returns."""
 
     def compute_dense(self, layers: int, rows: int, state_bytes: int, final: bool) -> None:
         """Real compute takes its own time."""
