@@ -86,6 +86,19 @@ def stage(step, view):
     """After a step, return expert keys to load one after another before anything else runs, or None."""
 
 
+# --- speculation: first result -------------------------------------------------------------------------------------
+
+
+@hookspec(firstresult=True)
+def draft(sequence, tokens, view):
+    """Before a pass, guess what follows ``tokens`` (int64, all ids of the sequence so far): a ``Draft``, or None."""
+
+
+@hookspec(firstresult=True)
+def prune(draft, view):
+    """Return a bool per node of ``draft``: verify it (a kept node keeps its parent); None verifies all."""
+
+
 # --- cache ---------------------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from moebench.draft import Draft
+
 PREFILL, DECODE, VERIFY = 0, 1, 2
 PHASES = ("prefill", "decode", "verify")
 ABSENT = -1
@@ -19,6 +21,10 @@ class Step:
     Rows are flattened as the model flattens them: row ``i`` belongs to sequence ``sequence[i]`` at ``position[i]``;
     where ``valid[i]`` is false the row is padding and demands nothing. ``emits`` is the number of output tokens this
     pass yields.
+
+    A pass that verifies has the ``drafts`` of its sequences, in their order: a sequence's rows are its last accepted
+    token, then the nodes of its draft, then padding. Only when it ends is it known which rows are ``accepted`` (bool
+    [N]: one for each token emitted) and what it emits.
     """
 
     index: int
@@ -27,6 +33,8 @@ class Step:
     position: np.ndarray  # int32 [N]
     valid: np.ndarray  # bool [N]
     emits: int = 0
+    drafts: tuple[Draft, ...] = ()
+    accepted: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if not self.sequence.shape == self.position.shape == self.valid.shape or self.sequence.ndim != 1:
@@ -36,6 +44,16 @@ class Step:
     def rows(self) -> int:
         """Rows of the pass, padding included."""
         return len(self.valid)
+
+    def node_rows(self) -> list[np.ndarray]:
+        """By sequence, in the order of ``drafts``: the rows of its draft's nodes, int64 [n]."""
+        starts = np.flatnonzero(np.diff(self.sequence, prepend=self.sequence[0] - 1))
+        return [start + 1 + np.arange(len(draft)) for start, draft in zip(starts, self.drafts, strict=True)]
+
+    def settle(self, accepted: np.ndarray) -> None:
+        """Say which rows of a pass that verified stand, before the pass ends; nothing else of a step ever changes."""
+        object.__setattr__(self, "accepted", accepted)
+        object.__setattr__(self, "emits", int(accepted.sum()))
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,8 @@ import pluggy
 from moebench import hookspecs
 
 FIRST_RESULT = (
-    "route", "predicted", "prefetch", "cancel", "stage", "admit", "evict", "demote", "plan_reads", "order_compute",
+    "route", "predicted", "prefetch", "cancel", "stage", "draft", "prune", "admit", "evict", "demote", "plan_reads",
+    "order_compute",
 )  # fmt: skip
 BROADCAST = ("prepare", "begin_request", "begin_step", "end_step", "acquired")
 COUNTED = ("report",)  # broadcast too; each answer counts
@@ -27,6 +28,8 @@ class Hooks:
     prefetch: Callable[..., Any] | None
     cancel: Callable[..., Any] | None
     stage: Callable[..., Any] | None
+    draft: Callable[..., Any] | None
+    prune: Callable[..., Any] | None
     admit: Callable[..., Any] | None
     evict: Callable[..., Any] | None
     demote: Callable[..., Any] | None
