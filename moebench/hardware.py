@@ -19,23 +19,31 @@ from moebench.machine import Machine
 from moebench.read_curve import ReadCurve
 
 SOURCES = ("datasheet", "paper", "measured", "estimate")
-# name -> (unit, whether every machine has it); the others belong to machines with a device of its own memory.
-# page_fault_us is one major fault of one page with its read; bandwidths are what is reached, not the bus's peak.
+# name -> (unit, which machines must give it): all, those with a device of its own memory, or none: a run that needs a
+# number its machine does not give is refused. page_fault_us is one major fault of one page with its read; bandwidths
+# are what is reached, not the bus's peak. map_us makes one expert's pages visible to the accelerator; on_chip_* is the
+# memory inside it that its copies fill; rans_gb_s counts decoded bytes where the decoder runs; cpu_tflops is arithmetic
+# on expert weights by the host's processor.
 NUMBERS = {
-    "memory.ram_gib": ("GiB", True),
-    "memory.reserve_gib": ("GiB", True),
-    "memory.device_gib": ("GiB", False),
-    "storage.write_gb_s": ("GB/s", True),
-    "storage.page_fault_us": ("us", True),
-    "storage.page_kib": ("KiB", True),
-    "storage.readahead_kib": ("KiB", True),
-    "bandwidth.dram_gb_s": ("GB/s", True),
-    "bandwidth.device_gb_s": ("GB/s", True),
-    "bandwidth.h2d_gb_s": ("GB/s", False),
-    "bandwidth.d2h_gb_s": ("GB/s", False),
-    "bandwidth.link_latency_us": ("us", False),
-    "compute.bf16_tflops": ("TFLOP/s", True),
-    "compute.int4_tflops": ("TFLOP/s", True),
+    "memory.ram_gib": ("GiB", "all"),
+    "memory.reserve_gib": ("GiB", "all"),
+    "memory.device_gib": ("GiB", "device"),
+    "memory.on_chip_mib": ("MiB", "none"),
+    "storage.write_gb_s": ("GB/s", "all"),
+    "storage.page_fault_us": ("us", "all"),
+    "storage.page_kib": ("KiB", "all"),
+    "storage.readahead_kib": ("KiB", "all"),
+    "storage.map_us": ("us", "none"),
+    "bandwidth.dram_gb_s": ("GB/s", "all"),
+    "bandwidth.device_gb_s": ("GB/s", "all"),
+    "bandwidth.h2d_gb_s": ("GB/s", "device"),
+    "bandwidth.d2h_gb_s": ("GB/s", "device"),
+    "bandwidth.link_latency_us": ("us", "device"),
+    "bandwidth.on_chip_gb_s": ("GB/s", "none"),
+    "compute.bf16_tflops": ("TFLOP/s", "all"),
+    "compute.int4_tflops": ("TFLOP/s", "all"),
+    "compute.cpu_tflops": ("TFLOP/s", "none"),
+    "compute.rans_gb_s": ("GB/s", "none"),
 }
 RATES = ("GB/s", "TFLOP/s")  # what seconds are divided by
 STACK_NUMBERS = {"per_load_ms": "ms", "host_sync_us": "us", "layer_floor_us": "us"}
@@ -95,9 +103,16 @@ class HardwareProfile:
     stacks: dict[str, Stack] = field(default_factory=dict)
 
     def number(self, name: str) -> float:
-        """A declared number by dotted name, such as ``bandwidth.dram_gb_s``."""
+        """A declared number by dotted name, such as ``bandwidth.dram_gb_s``; one not declared is an error that says
+        what to do.
+        """
+        if name not in NUMBERS:
+            raise HardwareError(f"no number {name!r} is known of hardware; valid: {', '.join(NUMBERS)}")
         if name not in self.quantities:
-            raise HardwareError(f"hardware {self.id} declares no {name}; it has {', '.join(sorted(self.quantities))}")
+            raise HardwareError(
+                f"hardware {self.id} declares no {name}, which this run needs; add it to the profile, in "
+                f"{NUMBERS[name][0]} and with its source, or choose another hw="
+            )
         return self.quantities[name].value
 
     def __getattr__(self, name: str) -> float:
@@ -166,11 +181,11 @@ def from_dict(data: Any, where: str) -> HardwareProfile:
         if not isinstance(value, str):
             raise HardwareError(f"{where}: {key} must be text, got {value!r}")
     quantities = {}
-    for name, (unit, always) in NUMBERS.items():
+    for name, (unit, needed) in NUMBERS.items():
         section, key = name.split(".")
         if key in data[section]:
             quantities[name] = _quantity(data[section][key], unit, f"{where}: {name}")
-        elif always or not data["unified"]:
+        elif needed == "all" or (needed == "device" and not data["unified"]):
             raise HardwareError(f"{where}: {name} is missing")
     for section in SECTIONS:
         known = [name.split(".")[1] for name in NUMBERS if name.startswith(section + ".")]

@@ -15,7 +15,17 @@ from moebench.hardware import NUMBERS, HardwareError, ReadCurve
 from moebench.machine import Machine, detect, environment
 from moebench.plugins import load_plugins
 
-SHIPPED = ("m4pro", "m2_16gb", "rtx5090_32gb", "rtx5070ti_flashmoe", "a5000_24gb", "snapdragon_8_elite")
+SHIPPED = (
+    "m4pro",
+    "m2_16gb",
+    "rtx5090_32gb",
+    "rtx5070ti_flashmoe",
+    "a5000_24gb",
+    "snapdragon_8_elite",
+    "snapdragon_8_elite_gen5",
+    "snapdragon_8_gen3",
+)
+OPTIONAL = [name for name, (_, needed) in NUMBERS.items() if needed == "none"]
 
 
 @pytest.fixture
@@ -152,6 +162,39 @@ def test_numbers_have_short_names_and_unknown_ones_are_errors(data):
         profile.constants("cuda")
 
 
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_a_number_that_not_every_machine_gives_is_refused_only_when_asked_for(data, name):
+    section, key = name.split(".")
+    unit = NUMBERS[name][0]
+    data[section].pop(key, None)
+    without = hardware.from_dict(data, "x")
+    for ask in (lambda: without.number(name), lambda: getattr(without, key)):
+        with pytest.raises(HardwareError, match=f"declares no {name}.*in {unit}") as caught:
+            ask()
+        assert "\n" not in str(caught.value)
+    data[section][key] = {"value": 3, "unit": unit, "source": "estimate: for a test"}
+    assert getattr(hardware.from_dict(data, "x"), key) == 3
+    data[section][key]["unit"] = "furlongs"
+    with pytest.raises(HardwareError, match=f"must be in {unit}"):
+        hardware.from_dict(data, "x")
+
+
+def test_machines_with_on_chip_memory_say_how_it_is_filled():
+    registry = load_plugins()
+    stages = {"memory.on_chip_mib", "bandwidth.on_chip_gb_s", "storage.map_us"}
+    profiles = [hardware.load(registry.hardware_path(name)) for name in SHIPPED]
+    having = [profile for profile in profiles if stages & set(profile.quantities)]
+    assert having
+    for profile in having:
+        assert stages <= set(profile.quantities)
+        assert profile.on_chip_gb_s <= profile.device_gb_s  # what it is filled from
+
+
+def test_an_unknown_number_lists_the_known_ones(data):
+    with pytest.raises(HardwareError, match=r"'compute\.fp8'.*compute\.int4_tflops"):
+        hardware.from_dict(data, "x").number("compute.fp8")
+
+
 def test_constants_of_another_machine_are_marked(data):
     transferred = hardware.from_dict(data, "x").constants("mlx_python").transferred
     assert transferred == {"layer_floor_us": "m2_16gb"}
@@ -178,6 +221,32 @@ def test_this_machine_is_described_without_names():
         assert private not in text.split() or len(private) < 3
 
 
+def parameters(shape) -> int:
+    return shape.keys * shape.expert_parameters + shape.dense_parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "expert_mib", "pack_gib", "drafting_layers"),
+    [  # arXiv 2609.18110; a pack holds the dense weights and the drafting layer too, at other bits per weight
+        ("kimi-k2.7-code", 23.625, 543.6, 0),
+        ("deepseek-v4-flash", 12.75, 145.4, 0),
+        ("glm-5.2", 20.25, 401.0, 1),
+    ],
+)
+def test_experts_are_as_large_as_published_and_fill_the_published_pack(name, expert_mib, pack_gib, drafting_layers):
+    shape = geometry.load(load_plugins().model_path(name))
+    assert shape.expert_bytes == expert_mib * 2**20
+    assert shape.slot_bytes == shape.expert_bytes  # whole pages, so an extent wastes nothing
+    layers = shape.layers + drafting_layers
+    rest = pack_gib * 2**30 - layers * shape.experts * shape.expert_bytes
+    assert 4.5 <= rest * 8 / shape.dense_parameters <= 10  # bits that are left for each of the other weights
+
+
+def test_routed_experts_alone_are_as_large_as_a_published_expert_pack():
+    shape = geometry.load(load_plugins().model_path("deepseek-v4-flash"))
+    assert shape.routed_bytes == pytest.approx(147.18e9, rel=1e-4)  # lmsys.org/blog/2026-08-29-sglang-ssd-expert-pack
+
+
 def test_shipped_geometries_give_the_published_sizes():
     registry = load_plugins()
     shape = geometry.load(registry.model_path("qwen3.6-35b-a3b"))
@@ -188,8 +257,12 @@ def test_shipped_geometries_give_the_published_sizes():
     assert ling.routed_bytes + ling.dense_bytes == pytest.approx(4_508_697_328, rel=1e-6)
     counts = {"qwen3-30b-a3b": 30_532_122_624, "olmoe-1b-7b": 6_919_161_856, "mixtral-8x7b": 46_702_792_704}
     for name, count in (counts | {"deepseek-v2-lite": 15_706_484_224}).items():
-        shape = geometry.load(registry.model_path(name))
-        assert shape.keys * shape.expert_parameters + shape.dense_parameters == count
+        assert parameters(geometry.load(registry.model_path(name))) == count
+    # rounded as published, in billions
+    rounded = {"kimi-k2.7-code": 1026, "deepseek-v4-flash": 284, "glm-5.2": 744, "lfm2-24b-a2b": 24}
+    for name, billions in (rounded | {"gemma-4-26b-a4b": 25.2, "ernie-4.5-21b-a3b": 21.8}).items():
+        found = parameters(geometry.load(registry.model_path(name))) / 1e9
+        assert found == pytest.approx(billions, abs=0.5 if isinstance(billions, int) else 0.05)
     assert all(geometry.load(registry.model_path(name)).sources for name in registry.models)
 
 
