@@ -61,11 +61,11 @@ class Gate:
         self.log, self.started, self.permits = [], threading.Semaphore(0), threading.Semaphore(0)
         engine._read_at = self
 
-    def __call__(self, fd, view, offset):
+    def __call__(self, fd, views, offset):
         self.log.append((offset // self.engine.pack.slot_bytes, offset % self.engine.pack.slot_bytes // PAGE))
         self.started.release()
         assert self.permits.acquire(timeout=20)
-        return self.real(fd, view, offset)
+        return self.real(fd, views, offset)
 
     def open(self):
         self.permits.release(1000)
@@ -90,14 +90,19 @@ def test_all_engines_deliver_the_packed_bytes(packs, name, layout, threads, bloc
 
 
 @pytest.mark.parametrize("block_bytes", [PAGE, 1 << 20])
-def test_direct_reads_need_a_bounce_buffer_only_where_extents_are_unaligned(packs, block_bytes):
+def test_direct_reads_need_landing_buffers_only_where_extents_are_unaligned(packs, block_bytes):
     options = {"threads": 3, "block_bytes": block_bytes}
     with open_engine("direct", packs["packed"], **options) as engine:
         assert engine.staging_bytes == 0
         assert engine.submit(0, dirty_buffers(engine.pack, 1)[0], DEMAND).result() == engine.pack.slot_bytes
     with open_engine("direct", packs["checkpoint"], **options) as engine:
-        largest = max(spec.nbytes for spec in engine.pack.manifest.tensors)
-        assert 3 * min(block_bytes, largest) < engine.staging_bytes <= 3 * (min(block_bytes, largest) + 2 * PAGE)
+        pieces, stored = engine.pack.segments(0), engine.pack.manifest.lengths[0]
+        assert 6 * stored < engine.staging_bytes <= 6 * (stored + 2 * PAGE * len(pieces))
+    with open_engine("direct", packs["checkpoint"], pool=1, **options) as engine:
+        assert stored < engine.staging_bytes <= stored + 2 * PAGE * len(pieces)
+    for name, layout in (("direct", "packed"), ("pread", "checkpoint")):
+        with pytest.raises(StoreError, match=r"pool counts the buffers .* here they land in place"):
+            open_engine(name, packs[layout], pool=1)
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -145,14 +150,14 @@ def test_a_failed_request_is_done_only_when_no_thread_fills_its_buffer(pack):
         second, failed = threading.Event(), threading.Event()
         real = engine._read_at
 
-        def read_at(fd, view, offset):
+        def read_at(fd, views, offset):
             if offset % pack.slot_bytes == 0:
                 assert second.wait(20)
                 failed.set()
                 raise OSError(errno.EIO, "Input/output error")
             second.set()
             assert release.wait(20)
-            return real(fd, view, offset)
+            return real(fd, views, offset)
 
         release, engine._read_at = threading.Event(), read_at
         future = engine.submit(7, dirty_buffers(pack, 1)[0], DEMAND)
@@ -169,7 +174,7 @@ def test_a_failed_request_is_done_only_when_no_thread_fills_its_buffer(pack):
 def test_the_first_error_spares_the_blocks_still_waiting(pack):
     calls = []
 
-    def read_at(fd, view, offset):
+    def read_at(fd, views, offset):
         calls.append(offset)
         raise OSError(errno.EIO, "Input/output error")
 
@@ -188,10 +193,10 @@ def test_short_reads_go_on_and_endless_ones_are_named(packs, layout, name):
     pack = packs[layout]
     with open_engine(name, pack) as engine:
         real, buffer = engine._read_at, dirty_buffers(pack, 1)[0]
-        engine._read_at = lambda fd, view, offset: real(fd, view[: max(PAGE, len(view) // 2)], offset)
+        engine._read_at = lambda fd, views, offset: real(fd, [views[0][: max(PAGE, len(views[0]) // 2)]], offset)
         engine.submit(6, buffer, DEMAND).result(timeout=20)
         pack.check(6, buffer)
-        engine._read_at = lambda fd, view, offset: 0
+        engine._read_at = lambda fd, views, offset: 0
         with pytest.raises(StoreError, match=r"experts.bin: layer 1, expert 2, offset \d+: short read, 0 of \d+ bytes"):
             engine.submit(6, buffer, DEMAND).result(timeout=20)
 
@@ -280,9 +285,9 @@ def test_wrong_requests_are_refused_at_once(pack):
 def test_unknown_engines_and_options_list_the_valid_ones(pack):
     with pytest.raises(StoreError, match="'uring'; valid: mmap, pread, direct, faulty"):
         open_engine("uring", pack)
-    with pytest.raises(StoreError, match="unknown option depth; valid: threads, block_bytes"):
+    with pytest.raises(StoreError, match="unknown option depth; valid: threads, block_bytes, pool, coded"):
         open_engine("direct", pack, depth=3)
-    with pytest.raises(StoreError, match="unknown option depth; valid: threads, block_bytes"):
+    with pytest.raises(StoreError, match="unknown option depth; valid: threads, block_bytes, pool, coded"):
         open_engine("faulty", pack, depth=3)
     with pytest.raises(StoreError, match="multiple of 4096"):
         open_engine("pread", pack, block_bytes=5000)

@@ -11,15 +11,15 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from moebench.store.engine_threads import ThreadEngine
-from moebench.store.engines import ReadEngine, StoreError, open_engine
+from moebench.store.engine_queued import QueuedEngine
+from moebench.store.engines import ENGINES, ReadEngine, StoreError, open_engine
 from moebench.store.pack import Pack
 
 
@@ -57,26 +57,20 @@ class FaultyEngine(ReadEngine):
         self._held: list[tuple[Future[int], Future[int]]] = []
         self._outstanding, self._shuffle = 0, random.Random(seed)
         engine = open_engine(inner, pack, **options)
-        if not isinstance(engine, ThreadEngine):
+        if not isinstance(engine, QueuedEngine):
             engine.close()
-            raise StoreError(f"engine faulty: inner {inner!r} is not one of mmap, pread, direct")
+            valid = ", ".join(name for name in ENGINES if name != "faulty")
+            raise StoreError(f"engine faulty: inner {inner!r} is not one of {valid}")
         self._inner = engine
-        self._clean_read = engine._read_at
-        engine._read_at = self._read_at  # type: ignore[method-assign]
+        engine.inject = self._fault
 
     def submit(self, key: int, buffer: np.ndarray, priority: int) -> Future[int]:
         """Start reading expert ``key`` through the inner engine."""
-        with self._lock:
-            self._outstanding += 1
-        try:
-            inner = self._inner.submit(key, buffer, priority)
-        except StoreError:
-            self._hand_out(None)
-            raise
-        outer: Future[int] = Future()
-        outer.set_running_or_notify_cancel()
-        inner.add_done_callback(lambda done: self._hand_out((done, outer)))
-        return outer
+        return self._hand_in(1, lambda: [self._inner.submit(key, buffer, priority)])[0]
+
+    def submit_run(self, keys: Sequence[int], buffers: Sequence[np.ndarray], priority: int) -> list[Future[int]]:
+        """Start reading neighbours through the inner engine."""
+        return self._hand_in(len(keys), lambda: self._inner.submit_run(keys, buffers, priority))
 
     def promote(self, key: int) -> None:
         """Raise a queued read of ``key`` to demand priority."""
@@ -101,6 +95,16 @@ class FaultyEngine(ReadEngine):
         return self._inner.requests
 
     @property
+    def calls(self) -> int:  # type: ignore[override]
+        """The inner engine's count."""
+        return self._inner.calls
+
+    @property
+    def coded(self) -> bool:  # type: ignore[override]
+        """Whether the inner engine leaves experts as they are stored."""
+        return self._inner.coded
+
+    @property
     def bytes_read(self) -> int:  # type: ignore[override]
         """The inner engine's count."""
         return self._inner.bytes_read
@@ -111,13 +115,26 @@ class FaultyEngine(ReadEngine):
         with self._lock:
             assert len(self._held) <= self._outstanding, "more experts held than outstanding"
 
-    def _hand_out(self, finished: tuple[Future[int], Future[int]] | None) -> None:
+    def _hand_in(self, count: int, submit: Callable[[], list[Future[int]]]) -> list[Future[int]]:
+        """Submit ``count`` experts and wrap their futures."""
+        with self._lock:
+            self._outstanding += count
+        try:
+            inner = submit()
+        except BaseException:
+            self._hand_out([], gone=count)
+            raise
+        outer: list[Future[int]] = [Future() for _ in inner]
+        for done, future in zip(inner, outer, strict=True):
+            future.set_running_or_notify_cancel()
+            done.add_done_callback(lambda done, future=future: self._hand_out([(done, future)]))
+        return outer
+
+    def _hand_out(self, finished: list[tuple[Future[int], Future[int]]], gone: int = 0) -> None:
         """Hold ``finished`` until enough are held or nothing else can come, then release in random order."""
         with self._lock:
-            if finished is None:
-                self._outstanding -= 1
-            else:
-                self._held.append(finished)
+            self._outstanding -= gone
+            self._held += finished
             if len(self._held) <= self._reorder and len(self._held) < self._outstanding:
                 return
             batch, self._held = self._held, []
@@ -131,9 +148,9 @@ class FaultyEngine(ReadEngine):
             else:
                 outer.set_result(done.result())
 
-    def _read_at(self, fd: int, view: memoryview, offset: int) -> int:
-        if not self._applies(offset, len(view)):
-            return self._clean_read(fd, view, offset)
+    def _fault(self, views: list[np.ndarray], offset: int, read: Callable[[], int]) -> int:
+        if not self._applies(offset, sum(map(len, views))):
+            return read()
         with self._lock:
             self._attempts[offset] += 1
             drawn = {kind for kind in self._rates if self._draw(kind, offset) < self._rates[kind]}
@@ -142,9 +159,14 @@ class FaultyEngine(ReadEngine):
             time.sleep(self._delay_s)
         if "eio" in drawn:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        count = self._clean_read(fd, view, offset)
+        count = read()
         if "bit_flip" in drawn and count:
-            view[int(self._draw("where", offset) * count)] ^= 1
+            at = int(self._draw("where", offset) * count)
+            for view in views:
+                if at < len(view):
+                    view[at] ^= 1
+                    break
+                at -= len(view)
         return count // 2 if "short_read" in drawn else count
 
     def _applies(self, offset: int, nbytes: int) -> bool:

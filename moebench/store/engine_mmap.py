@@ -1,7 +1,8 @@
 """The ``mmap`` engine: maps experts.bin and copies experts out of the mapping, so that page faults do the reading.
 
-What the operating system keeps of the file is its own choice. Bytes read are bytes copied: how many of them came from
-the disk, the engine cannot know. A file that shrinks while it is mapped ends the process (SIGBUS).
+What the operating system keeps of the file is its own choice. Bytes read are bytes copied, and calls are copies:
+how many of them came from the disk, the engine cannot know. A file that shrinks while it is mapped ends the process
+(SIGBUS).
 """
 
 from __future__ import annotations
@@ -22,9 +23,17 @@ class MmapEngine(ThreadEngine):
 
     name = "mmap"
 
-    def __init__(self, pack: Pack, threads: int = 4, block_bytes: int = MIB, random_advice: bool = False) -> None:
+    def __init__(
+        self,
+        pack: Pack,
+        threads: int = 4,
+        block_bytes: int = MIB,
+        pool: int = 0,
+        coded: bool = False,
+        random_advice: bool = False,
+    ) -> None:
         self._advice = mmap.MADV_RANDOM if random_advice else mmap.MADV_NORMAL
-        super().__init__(pack, threads, block_bytes)
+        super().__init__(pack, threads, block_bytes, pool, coded)
 
     def _open(self, path: Path) -> int:
         fd = os.open(path, os.O_RDONLY)
@@ -38,7 +47,10 @@ class MmapEngine(ThreadEngine):
         self._mapping.close()
         os.close(fd)
 
-    def _read_at(self, fd: int, view: memoryview, offset: int) -> int:
-        source = self._data[offset : offset + len(view)]
-        np.copyto(np.frombuffer(view, np.uint8)[: len(source)], source)  # releases the interpreter lock while it faults
-        return len(source)
+    def _read_at(self, fd: int, views: list[np.ndarray], offset: int) -> int:
+        done = 0
+        for view in views:
+            source = self._data[offset + done : offset + done + len(view)]
+            np.copyto(view[: len(source)], source)  # releases the interpreter lock while it faults
+            done += len(source)
+        return done

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from concurrent.futures import Future
 from importlib import import_module
 from typing import Any
@@ -27,13 +28,18 @@ class ReadEngine(ABC):
 
     Contract: ``submit`` never blocks on the disk. The future resolves to the number of bytes read from storage, after
     every byte of the expert stands in ``buffer`` and its hash was checked; otherwise it raises ``StoreError`` naming
-    file, expert and offset. Buffers are uint8 arrays of at least ``pack.slot_bytes`` bytes, 4096-aligned; they stay
-    untouched by anyone else until the future is done. Requests of lower ``priority`` value are served first, block by
-    block.
+    file, expert and offset. Buffers are uint8 arrays of at least ``buffer_bytes`` bytes, 4096-aligned; they stay
+    untouched by anyone else until the future is done. Requests of lower ``priority`` value are served first, call by
+    call.
+
+    On a coded pack an engine decodes into the caller's buffer; opened with ``coded=True`` it leaves there what is
+    stored, for ``pack.decode``.
     """
 
     requests = 0  # experts submitted so far
+    calls = 0  # read calls issued to storage so far, short reads that go on included
     bytes_read = 0  # bytes read from storage so far, for finished and failed requests alike
+    coded = False  # whether buffers get what is stored instead of the expert
 
     def __init__(self, pack: Any) -> None:
         self.pack = pack
@@ -42,14 +48,21 @@ class ReadEngine(ABC):
     def submit(self, key: int, buffer: np.ndarray, priority: int) -> Future[int]:
         """Start reading expert ``key`` (layer * experts + expert)."""
 
+    def submit_run(self, keys: Sequence[int], buffers: Sequence[np.ndarray], priority: int) -> list[Future[int]]:
+        """Start reading neighbours, ascending by place on storage; each has a future of its own.
+
+        An engine that can reads them, and the gaps between them, with one call; this one submits each.
+        """
+        return [self.submit(key, buffer, priority) for key, buffer in zip(keys, buffers, strict=True)]
+
     @abstractmethod
     def promote(self, key: int) -> None:
         """Raise a queued read of ``key`` to demand priority; no effect when it is done."""
 
     def cancel(self, key: int) -> bool:
-        """Take back a prefetch of ``key`` of which no block was begun: its future fails and its buffer is free.
+        """Take back a prefetch of ``key`` of which nothing was begun: its future fails and its buffer is free.
 
-        False where it goes on, as it always does for an engine that keeps no queue.
+        False where it goes on, as it always does for one of a run, or for an engine that keeps no queue.
         """
         return False
 
@@ -60,7 +73,12 @@ class ReadEngine(ABC):
     @property
     @abstractmethod
     def staging_bytes(self) -> int:
-        """Bytes of bounce buffers that this engine holds, for the ledger."""
+        """Bytes of buffers that this engine holds beside the caller's, for the ledger."""
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes that a caller's buffer must hold."""
+        return self.pack.landing_bytes if self.coded else self.pack.slot_bytes
 
     def __enter__(self) -> ReadEngine:
         return self

@@ -1,20 +1,40 @@
-"""Page-aligned memory, and the page cache of a file: how much of it is resident, and how to drop it."""
+"""Page-aligned memory, files read past the page cache, and a file's page cache: what is resident, how to drop it."""
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 from pathlib import Path
 
 import numpy as np
 
-from moebench.units import align_up
+from moebench.store.engines import StoreError
+from moebench.units import PAGE, align_up
 
 
 def aligned_buffer(nbytes: int) -> np.ndarray:
     """A zeroed, 4096-aligned uint8 array of ``nbytes`` bytes; its pages are committed on first touch."""
     return np.frombuffer(mmap.mmap(-1, align_up(max(nbytes, 1))), np.uint8)[:nbytes]
+
+
+def open_direct(path: Path) -> int:
+    """Open a file for reads past the page cache (O_DIRECT, F_NOCACHE on macOS); ``StoreError`` if that is refused."""
+    fd = -1
+    try:
+        fd = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+        if hasattr(fcntl, "F_NOCACHE"):
+            fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)
+        elif not hasattr(os, "O_DIRECT"):
+            raise OSError(None, "neither O_DIRECT nor F_NOCACHE")
+        os.preadv(fd, [aligned_buffer(PAGE)], 0)  # some file systems refuse only the first read
+    except OSError as error:
+        if fd >= 0:
+            os.close(fd)
+        reason = f"{path}: this file system refuses direct reads ({error.strerror}); use engine=pread"
+        raise StoreError(reason) from error
+    return fd
 
 
 def drop_page_cache(path: str | Path) -> tuple[bool, str]:
