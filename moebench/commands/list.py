@@ -36,9 +36,9 @@ def main(words: Sequence[str]) -> int:
                 continue
             owner = registry.origin[f"{kind}/{name}"]
             source = f"   from {owner}" if owner != "moebench" else ""
-            print(f"  {name:<18} {lines[0]}{source}".rstrip())
+            print(f"  {name:<24} {lines[0]}{source}".rstrip())
             for line in lines[1:]:
-                print(f"  {'':<18} {line}")
+                print(f"  {'':<24} {line}")
     return 0
 
 
