@@ -24,14 +24,12 @@ def parse_bytes(text: str, what: str = "size") -> int:
     return int(nbytes)
 
 
-def parse_budget(text: str, routed_bytes: int) -> int:
-    """Bytes that expert weights may take: ``0.15`` is that fraction of ``routed_bytes``, ``3GiB`` is itself."""
+def parse_budget(text: str, whole_bytes: int, what: str = "budget", of: str = "the routed experts' bytes") -> int:
+    """Bytes of a part: ``0.15`` is that fraction of ``whole_bytes`` (said to be ``of``), ``3GiB`` is itself."""
     try:
         fraction = float(text)
     except ValueError:
-        return parse_bytes(text, "budget")
+        return parse_bytes(text, what)
     if not 0.0 < fraction <= 1.0:
-        raise UsageError(
-            f"budget {text!r} is a fraction of the routed experts' bytes: above 0, at most 1, or a size such as 3GiB"
-        )
-    return int(fraction * routed_bytes)
+        raise UsageError(f"{what} {text!r} is a fraction of {of}: above 0, at most 1, or a size such as 3GiB")
+    return int(fraction * whole_bytes)

@@ -50,9 +50,17 @@ class RunConfig:
     )
     workload: WorkloadConfig = field(default_factory=WorkloadConfig, metadata={"help": "what is asked of the model"})
     budget: str = option("0.25", "bytes for expert weights: a fraction of the routed experts, or a size such as 3GiB")
+    device_budget: str = option(
+        "auto",
+        "part of the budget in the fastest tier, a fraction or a size; auto: what a device's own memory holds; "
+        "with one memory it makes a second tier and copies between them",
+    )
     memory: str | None = option(None, "cap on all memory that the run books, such as 6GiB")
     quant: Literal["int4", "int8", "none"] = option("int4", "stored precision of expert weights")
-    layout: Literal["packed", "checkpoint", "ordered"] = option("packed", "order of experts in the pack")
+    layout: Literal["packed", "packed_gate_up", "packed_gate", "scattered", "checkpoint", "ordered"] = option(
+        "packed", "how experts lie in the pack: whole, some matrices together, each apart, as downloaded, or most used first"
+    )
+    codec: Literal["none", "rans"] = option("none", "how experts are stored: as they are, or entropy-coded (rANS)")
     order: str = option(
         "", "trace file whose most used experts come first; with layout=ordered only, where empty takes tinymoe's own"
     )
@@ -72,16 +80,20 @@ class RunConfig:
     )
     repeats: int = option(1, "times the whole workload is measured")
     warmup_tokens: int = option(16, "decoded tokens before counting starts")
-    chunk: int = option(32, "prompt tokens in one prefill pass")
+    chunk: int = option(0, "prompt tokens in one prefill pass; 0 takes the system's own way: 32, or the whole prompt")
     seed: int = option(0, "seed of the system's own random choices")
     out: str = option("results", "folder that result files go to")
     debug: bool = option(False, "show tracebacks")
 
     def __post_init__(self) -> None:
-        _at_least("run", self, repeats=1, warmup_tokens=0, chunk=1, seed=0)
+        _at_least("run", self, repeats=1, warmup_tokens=0, chunk=0, seed=0)
         parse_budget(self.budget, 1)
+        if self.device_budget != "auto":
+            parse_budget(self.device_budget, 1, "device_budget", "the budget")
         if self.order and self.layout != "ordered":
             raise UsageError("order=TRACE has an effect with layout=ordered only")
+        if self.codec != "none" and self.layout not in ("packed", "ordered"):
+            raise UsageError(f"codec={self.codec} codes whole experts: it needs layout=packed or ordered")
         if self.memory is not None:
             parse_bytes(self.memory, "memory")
         if self.warmup_tokens > self.workload.new_tokens - 2 and self.workload.kind != "trace":

@@ -131,5 +131,10 @@ def plan_reads(keys, view):
 
 
 @hookspec(firstresult=True)
+def place(step, layer, keys, view):
+    """Return a bool per key of a wave: compute it on the host's processor (True) or on the device; None: all there."""
+
+
+@hookspec(firstresult=True)
 def order_compute(ready, pending, view):
     """Return the next key to compute, chosen from ``ready`` keys, or from ``pending`` to wait for that one."""

@@ -113,6 +113,26 @@ class Preparation:
 
 
 @dataclass(frozen=True)
+class Handling:
+    """How the loop holds and moves experts for one configuration of a system.
+
+    ``late_eviction``: the reads of a demand are issued before its victims are chosen, into host slots, or on one memory
+    into a slot of each pool that is kept free. ``pool``: so many transfers into the fastest tier at a time at most, the
+    buffers that they pin; 0 for no bound. ``whole_reads``: an expert's piece is one storage request, not cut into
+    blocks between which demand overtakes a prefetch. ``host_cache``: host slots keep experts; without it they are
+    landing places. ``on_host``: experts may be computed on the host's own processor. ``matrices``: cache slots hold
+    single matrices, not whole experts (in replay only).
+    """
+
+    late_eviction: bool = False
+    pool: int = 0
+    whole_reads: bool = False
+    host_cache: bool = True
+    on_host: bool = False
+    matrices: bool = False
+
+
+@dataclass(frozen=True)
 class NoKnobs:
     """The configuration of a system that has nothing to set."""
 
@@ -131,8 +151,8 @@ class SystemSpec:
     ``published`` are figures to stand beside the rows, ``prepare`` makes the artefacts.
     ``sizing`` says how many cache slots it gets: what the ``budget`` holds, the ``minimal`` one layer of one token
     needs, or ``full``, all experts, loaded before the first request; ``scope`` whether layers share them (``shared``)
-    or own equal parts (``per_layer``) where the run does not say. ``late_eviction(config)``: the reads of a demand are
-    issued before its victims are chosen, into host slots, or on one memory into a slot of each pool that is kept free.
+    or own equal parts (``per_layer``) where the run does not say. ``handling(config)`` is how the loop moves experts
+    for it; ``whole_prompt``: a prompt is one pass where the run does not say, so that each expert is read once for it.
     """
 
     id: str
@@ -150,7 +170,8 @@ class SystemSpec:
     engine: str | None = None
     sizing: str = "budget"
     scope: str = "shared"
-    late_eviction: Callable[[Any], bool] = field(default=lambda config: False)
+    handling: Callable[[Any], Handling] = field(default=lambda config: Handling())
+    whole_prompt: bool = False
     equip: Callable[[Any, Target], Equipment] = field(default=lambda config, target: Equipment())
     published: tuple[Published, ...] = ()
     prepare: Preparation | None = None

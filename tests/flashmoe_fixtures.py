@@ -55,7 +55,7 @@ def run(nets, trace=None, slots=24, host=0, late=True, net="auto", chunk=4, batc
     watch = Watch()
     timeline = VirtualTimeline(costs(**changes))
     experts = make_experts([plugin, watch], slots, "per_layer", host, timeline, geometry)
-    experts.late_eviction, watch.experts = late, experts
+    experts.rules, watch.experts = replace(experts.rules, late_eviction=late), experts
     replay(trace, experts, batch=batch, chunk=chunk)
     return plugin, watch, experts
 

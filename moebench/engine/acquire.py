@@ -16,7 +16,7 @@ from moebench.engine.ahead import ReadAhead
 from moebench.engine.movement import WINDOW_WEIGHT, PluginError
 from moebench.engine.record import StepRecord
 from moebench.step import Routing, Step
-from moebench.timeline.base import DEMAND
+from moebench.timeline.base import DEMAND, Ticket
 
 __all__ = ["Experts", "PluginError"]
 
@@ -106,22 +106,67 @@ class Experts(ReadAhead):
             record.waves += 1
             started = time.perf_counter() if self._timed else 0.0
             order = self._start(layer, wave)
-            pending = [k for k in order if k in self.in_flight]
-            now = [k for k in wave if k not in self.in_flight] if pending else wave
+            placed = self._place(layer, wave, rows_each) if self.scratch is not None else {}
+            pending = [k for k in order if k in self.in_flight and k not in placed]
+            now = [k for k in wave if k not in self.in_flight and k not in placed] if pending or placed else wave
             if index == 0:  # after the layer's own reads are under way, before its compute
                 self._prefetch(layer)
             if self._timed:
                 record.harness_s += time.perf_counter() - started
             try:
                 yield from self._compute(base, now, pending, rows_each)
+                if placed:
+                    yield from self._compute_on_host(base, placed)
             finally:
                 self._wave = set()
+                if placed:
+                    self.host.release(k for k in placed if self.host.slot(k) >= 0 and not self.host.is_in_flight(k))
+                    self.scratch.drop(k for k in placed if k in self.scratch)
                 device.release(k for k in wave if device.slot(k) >= 0 and not device.is_in_flight(k))
                 if self.temporary:
                     device.drop(
                         k for k in wave if k in self.temporary and device.slot(k) >= 0 and k not in self.in_flight
                     )
                     self.temporary.difference_update(wave)
+
+    def _place(self, layer: int, wave: list[int], rows_each: float) -> dict[int, Ticket | None]:
+        """Start the host's share of a wave, wherever its experts live; returns what each waits for to be in reach.
+
+        Residency goes its way as without: what is missing is copied up all the same, and what only the device holds
+        comes down into a scratch slot for this wave.
+        """
+        chosen = self.hooks.place(self.step, layer, wave, self.view) if self.hooks.place is not None else None
+        keys = [k for k, there in zip(wave, chosen, strict=True) if there] if chosen is not None else []
+        placed: dict[int, Ticket | None] = {}
+        for key in keys:
+            if key in self.host:
+                placed[key] = self.loading.get(key)
+                if placed[key] is None:
+                    self.host.lease((key,))
+            elif self.scratch.free_slots(layer):
+                source = (self.device.name, self.device.slot(key))
+                target = (self.scratch.name, self.scratch.take(key))
+                placed[key] = self.timeline.copy(key, source, target, None)
+                self.record.copies += 1
+            else:
+                continue
+            self.timeline.compute_on_host(placed[key], 1, round(rows_each))
+        self.record.on_host += len(placed)
+        return placed
+
+    def _compute_on_host(self, base: int, placed: dict[int, Ticket | None]) -> Iterator[tuple[int, np.ndarray | None]]:
+        """Yield the host's share, then wait for its end and for the copies that residency asked for."""
+        for key, ticket in placed.items():
+            tier = self.scratch if key in self.scratch else self.host
+            if key in self.loading:
+                self._landed(key)
+            elif ticket is not None and tier.is_in_flight(key):
+                self.record.stall_s += self.timeline.wait(ticket)
+                tier.complete(key)
+            yield key - base, tier.arena[tier.slot(key)] if tier.arena is not None else None
+        self.timeline.join_host()
+        for key in [k for k in placed if k in self.in_flight]:
+            self._await(key)
 
     def _compute(self, base, now, pending, rows_each):
         """Yield the experts of one wave: those at hand in ascending order, then each as it arrives, or as a system

@@ -55,7 +55,7 @@ class Movement:
         tiers: Sequence[Tier],
         timeline: Timeline,
         hooks: Hooks,
-        rules: Rules = Rules(),  # noqa: B008 - frozen
+        rules: Rules = Rules(),
         places: Places | None = None,
         scratch: Tier | None = None,
     ) -> None:
@@ -188,11 +188,11 @@ class Movement:
                 continue
             for run in self._runs(now):
                 self._lift([k for k in run if k in self.host], priority)
-                run = [k for k in run if k not in self.host]
-                while run:
-                    loaded = self._load(run, priority)
+                absent = [k for k in run if k not in self.host]
+                while absent:
+                    loaded = self._load(absent, priority)
                     self._lift(loaded, priority)  # from here on their host slots are in use
-                    run = run[len(loaded) :]
+                    absent = absent[len(loaded) :]
 
     def _lift(self, keys: list[int], priority: int) -> None:
         """Issue the copies of experts up from the host tier, behind the reads that bring them there."""
@@ -242,9 +242,9 @@ class Movement:
             for run in self._runs(keys):
                 for key in [k for k in run if k in self.loading]:
                     self.timeline.promote(self.loading[key])
-                run = [k for k in run if k not in self.host]
-                while run:
-                    run = run[len(self._load(run, DEMAND)) :]
+                absent = [k for k in run if k not in self.host]
+                while absent:
+                    absent = absent[len(self._load(absent, DEMAND)) :]
             return len(keys)
         early = keys[: self.device.free_slots(layer)]
         self._fetch(early, DEMAND)
@@ -328,7 +328,7 @@ class Movement:
 
     def check_integrity(self) -> None:
         """Raise unless tiers are whole and in-flight slots match the tickets."""
-        for tier in self.tiers:
+        for tier in (*self.tiers, *([self.scratch] if self.scratch is not None else [])):
             tier.check_integrity()
         flying = {k for k in self.in_flight if self.device.is_in_flight(k)}
         if flying != set(self.in_flight) or int((self.device.state == 3).sum()) != len(flying):

@@ -30,6 +30,7 @@ class StepRecord:
     evictions: int = 0
     temporary: int = 0
     waves: int = 0
+    on_host: int = 0  # experts computed on the host's processor
     pool_waits: int = 0  # transfers that waited for a buffer of the pool
     requests: list[int] = field(default_factory=list)  # per layer
     hits: list[int] = field(default_factory=list)

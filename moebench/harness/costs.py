@@ -11,6 +11,7 @@ from moebench.hardware import HardwareProfile
 from moebench.timeline.costs import Costs
 from moebench.units import GB, GIB, KIB, MIB, PAGE
 
+DIRECT = ("direct", "uring")  # engines that read past the page cache
 QUEUE_DEPTH = 32  # reads that an asynchronous engine keeps in flight at most
 BLOCK_BYTES = MIB  # demand pre-empts prefetch at this granularity
 BF16 = 2
@@ -20,13 +21,16 @@ BF16 = 2
 class StorageUse:
     """How experts lie on storage and how they are read: pieces per expert, bytes of each, page cache or not.
 
-    ``in_place``: the system computes on the mapping itself and loads nothing into slots.
+    ``in_place``: the system computes on the mapping itself and loads nothing into slots. ``whole``: a piece is one
+    request, which nothing overtakes. ``stored_bytes``: of an expert that is stored compressed, 0 where none is.
     """
 
     pieces: tuple[int, ...]  # bytes of each separate read that one expert takes
-    engine: str  # "direct" bypasses the page cache; "pread" and "mmap" go through it
+    engine: str
     page_cache_bytes: int = 0
     in_place: bool = False
+    whole: bool = False
+    stored_bytes: int = 0
 
 
 def pieces(geometry: Geometry, layout: str, engine: str) -> tuple[int, ...]:
@@ -45,7 +49,7 @@ def pieces(geometry: Geometry, layout: str, engine: str) -> tuple[int, ...]:
     else:
         parts = (matrix // 2, matrix // geometry.group * BF16, matrix // geometry.group * BF16) * 3
     # Direct reads move whole pages; a piece that starts anywhere touches half a page more on average at either end.
-    return tuple(part + PAGE for part in parts) if engine == "direct" else parts
+    return tuple(part + PAGE for part in parts) if engine in DIRECT else parts
 
 
 def build(
@@ -55,10 +59,13 @@ def build(
     dense_bits: float | None = None,
     stack_name: str = "",
     adapter_bytes: int = 0,
+    tiers: int = 1,
+    on_host: bool = False,
 ) -> Costs:
     """Costs of one run.
 
-    ``adapter_bytes`` stream beside the dense weights.
+    ``adapter_bytes`` stream beside the dense weights. Two ``tiers`` on one memory copy within it; ``on_host``: the
+    host's processor computes experts too.
     Storage: an expert takes the sum over its pieces of piece / bandwidth(piece size, depth); an mmap engine faults one
     readahead window at a time from one thread. Compute: a layer streams its dense weights once a pass and each active
     expert once, or is bound by arithmetic, and takes no less than the software stack's floor; each load costs the host
@@ -82,17 +89,18 @@ def build(
     else:
         read_s = (0.0, *[sum(p / (profile.read_gb_s(p, d) * GB) for p in use.pieces) for d in depths])
     unified = profile.unified
-    copy_s = 0.0 if unified else geometry.expert_bytes / (profile.h2d_gb_s * GB)
+    within = 2 / (profile.dram_gb_s * GB) if tiers == 2 else 0.0  # a copy in one memory reads and writes
+    up, down = (within, within) if unified else (1 / (profile.h2d_gb_s * GB), 1 / (profile.d2h_gb_s * GB))
     return Costs(
         read_bytes=read_bytes,
         expert_bytes=geometry.expert_bytes,
         read_s=read_s,
-        block_s=min(1.0, BLOCK_BYTES / read_bytes) * read_s[1],
+        block_s=(1.0 if use.whole else min(1.0, BLOCK_BYTES / read_bytes)) * read_s[1],
         load_host_s=0.0 if use.in_place else stack.per_load_ms * 1e-3,
         cached_s=2 * geometry.expert_bytes / (profile.dram_gb_s * GB),
-        page_cache_bytes=0 if use.engine == "direct" else use.page_cache_bytes,
-        copy_s=copy_s,
-        copy_back_s=0.0 if unified else geometry.expert_bytes / (profile.d2h_gb_s * GB),
+        page_cache_bytes=0 if use.engine in DIRECT else use.page_cache_bytes,
+        copy_s=geometry.expert_bytes * up,
+        copy_back_s=geometry.expert_bytes * down,
         copy_latency_s=0.0 if unified else profile.link_latency_us * 1e-6,
         dense_layer_s=(layer_parameters * bits / 8 + adapter_bytes / geometry.layers) / device_bw,
         dense_row_s=2 * layer_parameters / (profile.bf16_tflops * 1e12),
@@ -103,6 +111,13 @@ def build(
         layer_floor_s=stack.layer_floor_us * 1e-6,
         host_sync_s=stack.host_sync_us * 1e-6,
         byte_s=1.0 / device_bw,
+        requests=len(use.pieces),
+        request_s=lambda nbytes, depth: nbytes / (profile.read_gb_s(nbytes, depth) * GB),
+        decode_s=geometry.expert_bytes / (profile.rans_gb_s * GB) if use.stored_bytes else 0.0,
+        copy_coded_s=use.stored_bytes * up,
+        host_expert_s=geometry.expert_bytes / (profile.dram_gb_s * GB) if on_host else 0.0,
+        host_row_s=geometry.expert_flops_per_row() / (profile.cpu_tflops * 1e12) if on_host else 0.0,
+        host_trip_s=0.0 if unified or not on_host else 2 * profile.link_latency_us * 1e-6,
     )
 
 

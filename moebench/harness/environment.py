@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from moebench.harness.costs import DIRECT
 from moebench.harness.plan import Cell
 from moebench.store.pages import drop_page_cache
 
@@ -11,9 +12,9 @@ from moebench.store.pages import drop_page_cache
 def page_cache_state(cell: Cell, pack: Any) -> str:
     """Set the page cache before a run where that matters, and say in words how it stands."""
     if cell.clock == "virtual":
-        return "modeled: empty at start" if cell.engine != "direct" else "modeled: bypassed by engine direct"
-    if cell.engine == "direct":
-        return "bypassed by engine direct"
+        return "modeled: empty at start" if cell.engine not in DIRECT else f"modeled: bypassed by engine {cell.engine}"
+    if cell.engine in DIRECT:
+        return f"bypassed by engine {cell.engine}"
     dropped, reason = drop_page_cache(pack.file_path)
     return "cold: pages of the pack dropped before the run" if dropped else f"unknown: {reason}"
 

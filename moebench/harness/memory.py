@@ -14,7 +14,7 @@ from moebench.hookspecs import hookimpl
 from moebench.residency.ledger import BudgetError, Ledger
 from moebench.residency.tier import Tier
 from moebench.store.pages import aligned_buffer
-from moebench.systemspec import SystemSpec
+from moebench.systemspec import Handling, SystemSpec
 from moebench.units import GIB, human_bytes
 
 STAGING_SLOTS = 16  # host slots that reads land in on the way to a device of its own memory, at the least
@@ -22,10 +22,11 @@ STAGING_SLOTS = 16  # host slots that reads land in on the way to a device of it
 
 @dataclass(frozen=True)
 class Sizes:
-    """Slots per tier; ``host`` is 0 on a machine with one memory."""
+    """Slots per tier; ``host`` is 0 where there is one. ``scratch`` are host slots of a system that computes there."""
 
     device: int
     host: int
+    scratch: int = 0
 
 
 def staging_slots(geometry: Geometry) -> int:
@@ -43,33 +44,47 @@ def size(
     staging_bytes: int,
     fixed_bytes: int,
     tiers: int,
+    device_budget: str = "auto",
+    handling: Handling = Handling(),  # noqa: B008 - frozen
 ) -> Sizes:
     """Slots that ``budget`` buys, staging and temporaries included.
 
-    ``fixed_bytes`` is what dense weights, KV cache and activations take of the device. Raises ``BudgetError`` that
+    ``fixed_bytes`` is what dense weights, KV cache and activations take of the device; ``device_budget`` is the device
+    tier's part where two tiers share one memory, or less than a device's own holds. Raises ``BudgetError`` that
     states the smallest legal budget: one layer's demand for one token (one such set per layer where slots are split by
     layer).
     """
     slot, every = slot_bytes, geometry.keys
     least = geometry.top_k * (geometry.layers if scope == "per_layer" else 1)
-    staging = staging_slots(geometry) if tiers == 2 else 0
+    staging = max(staging_slots(geometry), handling.pool) if tiers == 2 else 0
+    scratch = geometry.top_k if handling.on_host else 0
     if spec.sizing == "full":
         device, host = every, staging
     elif spec.sizing == "minimal":
         device, host = least, staging
     else:
         nbytes = parse_budget(budget, geometry.routed_bytes)
-        device, host = min(every, (nbytes - staging_bytes) // slot - staging), staging
+        beside = staging + scratch
+        device, host = min(every, (nbytes - staging_bytes) // slot - beside), staging
         if device < least:
-            smallest = (least + staging) * slot + staging_bytes
+            smallest = (least + beside) * slot + staging_bytes
             who = "each layer's" if scope == "per_layer" else "one layer's"
             raise BudgetError(
                 f"budget {budget} is {human_bytes(nbytes)}; {geometry.name} needs at least {human_bytes(smallest)}, "
                 f"budget={smallest}B: {who} demand for one token ({least} experts of {human_bytes(slot)}) "
-                f"and staging ({human_bytes(staging * slot + staging_bytes)})"
+                f"and staging ({human_bytes(beside * slot + staging_bytes)})"
             )
     if tiers == 2:
-        room = int(profile.device_gib * GIB - fixed_bytes) // slot
+        room = device if profile.unified else int(profile.device_gib * GIB - fixed_bytes) // slot
+        if device_budget != "auto":
+            whole = (device + staging + scratch) * slot + staging_bytes
+            part = parse_budget(device_budget, whole, "device_budget", "the budget")
+            if part < least * slot:
+                raise BudgetError(
+                    f"device_budget {device_budget} is {human_bytes(part)}; {geometry.name} needs at least "
+                    f"{human_bytes(least * slot)}, device_budget={least * slot}B"
+                )
+            room = min(room, part // slot)
         if room < least:
             raise BudgetError(
                 f"{profile.title} has no room for one layer's experts of {geometry.name} beside its dense weights"
@@ -80,16 +95,16 @@ def size(
                 f"{profile.title} has {human_bytes(room * slot)} beside the dense weights"
             )
         if device > room:
-            device, host = room, device - room + staging
-    held = (device + host) * slot + staging_bytes + fixed_bytes
+            device, host = room, (device - room if handling.host_cache else 0) + staging
+    held = (device + host + scratch) * slot + staging_bytes + fixed_bytes
     # RAM that the system and others use is not ours; on a device of its own memory the dense weights are beside it
-    memory = profile.ram_gib - profile.reserve_gib + (profile.device_gib if tiers == 2 else 0)
+    memory = profile.ram_gib - profile.reserve_gib + (profile.device_gib if tiers == 2 and not profile.unified else 0)
     if held > memory * GIB:
         raise BudgetError(
             f"{geometry.name} under {spec.id} holds {held / GIB:.1f} GiB, "
             f"more than the {memory:.1f} GiB that {profile.title} has for it"
         )
-    return Sizes(device, host)
+    return Sizes(device, host, scratch)
 
 
 def make_tiers(geometry: Geometry, slot_bytes: int, sizes: Sizes, scope: str, real: bool, ledger: Ledger) -> list[Tier]:
@@ -98,6 +113,7 @@ def make_tiers(geometry: Geometry, slot_bytes: int, sizes: Sizes, scope: str, re
     for name, category, slots, by in (
         ("device", "expert slots", sizes.device, scope),
         ("host", "host slots", sizes.host, "shared"),
+        ("scratch", "host slots", sizes.scratch, "shared"),
     ):
         if not slots:
             continue

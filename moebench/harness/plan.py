@@ -19,7 +19,8 @@ from moebench.plugins import Registry
 from moebench.systemspec import SystemSpec
 
 EMBEDDED = "tinymoe"
-MODELED = ("direct", "pread", "mmap")  # engines whose time the virtual clock knows
+MODELED = ("direct", "uring", "pread", "mmap")  # engines whose time the virtual clock knows
+WHOLE_PROMPT = 1 << 20  # tokens of a prefill pass that no prompt exceeds
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ def plan(config: RunConfig, registry: Registry) -> list[Cell]:
     spec = registry.system(config.system)
     if config.scope == "auto":
         config = replace(config, scope=spec.scope)
+    if not config.chunk:
+        config = replace(config, chunk=WHOLE_PROMPT if spec.whole_prompt else 32)
     profile = hardware.load(registry.hardware_path(config.hw))
     clock, why = _clock(config, profile)
     engine = config.engine if config.engine != "auto" else spec.engine or profile.engine

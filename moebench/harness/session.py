@@ -16,6 +16,7 @@ from moebench.harness.memory import StateWatch, make_tiers, size, staging_slots
 from moebench.harness.plan import Cell
 from moebench.metrics import Metrics
 from moebench.residency.ledger import Ledger
+from moebench.residency.places import Places
 from moebench.systemspec import Equipment, RunContext
 from moebench.timeline.base import Timeline
 from moebench.timeline.virtual import VirtualTimeline
@@ -65,16 +66,22 @@ def open_session(
     config, spec, profile = cell.config, cell.spec, cell.profile
     real = pack is not None
     slot_bytes = pack.slot_bytes if real else geometry.slot_bytes
-    engine = registry.engine(cell.engine)(pack) if real else None
+    handling = spec.handling(config.knobs)
+    cuts_reads = cell.engine in ("mmap", "pread", "direct")
+    options = {"block_bytes": 0} if handling.whole_reads and cuts_reads else {}
+    engine = registry.engine(cell.engine)(pack, **options) if real else None
     try:
         staging = engine.staging_bytes if engine is not None else 0
         ledger = Ledger(None if config.memory is None else parse_bytes(config.memory, "memory"))
         activations = _activation_bytes(geometry, min(config.chunk, longest_prompt), batch) if longest_prompt else 0
         state = batch * (context * geometry.kv_bytes_per_token + geometry.fixed_state_bytes)
         fixed = dense_bytes + activations + state + sum(equipment.held_bytes.values())
-        # On a CPU box there is one memory; only a modeled machine with its own device memory has two tiers.
-        tiers_wanted = 1 if profile.unified or cell.clock == "wall" else 2
-        sizes = size(geometry, slot_bytes, spec, config.budget, config.scope, profile, staging, fixed, tiers_wanted)
+        # A CPU box has one memory: it has two tiers only where the run splits it.
+        two = config.device_budget != "auto" or not (profile.unified or cell.clock == "wall")
+        sizes = size(
+            geometry, slot_bytes, spec, config.budget, config.scope, profile, staging, fixed, 1 + two,
+            config.device_budget, handling,
+        )  # fmt: skip
         ledger.book("dense", dense_bytes)
         ledger.book("activations", activations)
         ledger.book("staging", staging)
@@ -85,10 +92,12 @@ def open_session(
         ledger.set("kv", 0)
         ledger.forget_peak()
         arenas = {tier.name: tier for tier in tiers}
+        scratch = tiers.pop() if sizes.scratch else None
 
         def buffer(tier: str, slot: int):
             return arenas[tier].arena[slot]
 
+        places = Places.by_offset(pack.manifest.offsets) if real else Places.in_order(geometry.keys)
         if cell.clock == "wall":
             from moebench.timeline.wall import WallTimeline
 
@@ -96,16 +105,20 @@ def open_session(
         else:
             cache = cost_model.page_cache_bytes(profile, ledger.total_bytes + state)
             extents = cost_model.pieces(geometry, config.layout, cell.engine)
-            use = cost_model.StorageUse(extents, cell.engine, cache, in_place=spec.engine == "mmap")
+            use = cost_model.StorageUse(
+                extents, cell.engine, cache, in_place=spec.engine == "mmap", whole=handling.whole_reads
+            )
             stack = "" if config.stack == "auto" else config.stack
             beside = equipment.held_bytes.get("adapters", 0)
-            costs = cost_model.build(profile, geometry, use, dense_bits, stack, beside)
+            costs = cost_model.build(
+                profile, geometry, use, dense_bits, stack, beside, tiers=1 + two, on_host=handling.on_host
+            )
             if real:
                 from moebench.timeline.filled import FilledTimeline
 
-                timeline = FilledTimeline(costs, engine, buffer)
+                timeline = FilledTimeline(costs, engine, buffer, places)
             else:
-                timeline = VirtualTimeline(costs)
+                timeline = VirtualTimeline(costs, places)
     except BaseException:
         if engine is not None:
             engine.close()
@@ -116,8 +129,11 @@ def open_session(
     watch = StateWatch(ledger, geometry, kv_bytes)
     try:
         hooks = Hooks([spec.make(config.knobs, run), metrics, watch, *observers])
-        rules = Rules(keep_evicted=sizes.host > staging_slots(geometry), late_eviction=spec.late_eviction(config.knobs))
-        experts = Experts(geometry, tiers, timeline, hooks, rules)
+        rules = Rules(
+            keep_evicted=handling.host_cache and sizes.host > max(staging_slots(geometry), handling.pool),
+            keep_landed=handling.host_cache, late_eviction=handling.late_eviction, pool=handling.pool,
+        )  # fmt: skip
+        experts = Experts(geometry, tiers, timeline, hooks, rules, places, scratch)
         if isinstance(timeline, VirtualTimeline):
             experts.read_estimate_s, experts.copy_estimate_s = timeline.costs.read_s[1], timeline.costs.copy_s
         hooks.prepare(run)

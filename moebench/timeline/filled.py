@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from moebench.residency.places import Places
 from moebench.store.engines import ReadEngine, StoreError
 from moebench.timeline.base import Ticket
 from moebench.timeline.costs import Costs
@@ -17,8 +18,10 @@ from moebench.timeline.wall import submit
 class FilledTimeline(VirtualTimeline):
     """A virtual clock whose transfers also happen: slots hold real bytes as soon as a ticket is complete."""
 
-    def __init__(self, costs: Costs, engine: ReadEngine, buffer: Callable[[str, int], np.ndarray]) -> None:
-        super().__init__(costs)
+    def __init__(
+        self, costs: Costs, engine: ReadEngine, buffer: Callable[[str, int], np.ndarray], places: Places | None = None
+    ) -> None:
+        super().__init__(costs, places)
         self.engine, self.buffer = engine, buffer
         self._real: dict[Ticket, Callable[[], object]] = {}
 

@@ -238,7 +238,9 @@ class VirtualTimeline(Timeline):
     def _link(self, ticket: Ticket, earliest: float) -> None:
         target = self._towards.pop(ticket)
         costs = self.costs
-        took = costs.copy_back_s if target != "device" else costs.copy_coded_s if ticket in self._coded else costs.copy_s
+        took = (
+            costs.copy_back_s if target != "device" else costs.copy_coded_s if ticket in self._coded else costs.copy_s
+        )
         start = max(earliest, self._link_free[target])
         self._link_free[target] = start + took
         self._arrive(ticket, start + costs.copy_latency_s + took)

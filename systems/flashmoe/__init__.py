@@ -17,7 +17,7 @@ from moebench.residency.policies import Policy, make_policy
 from moebench.step import Step
 from moebench.systems.flashmoe.equipment import equip
 from moebench.systems.flashmoe.policy import Learned
-from moebench.systemspec import RunContext, SystemSpec
+from moebench.systemspec import Handling, RunContext, SystemSpec
 
 PAPER = "arXiv 2601.17063, FlashMoE: Reducing SSD I/O Bottlenecks via ML-Based Cache Replacement for Mixture-of-Experts"
 REFETCH_STEPS = 5
@@ -118,7 +118,7 @@ def register_systems(register):
             config=FlashMoeConfig,
             needs=("fitted eviction nets",),
             scope="per_layer",
-            late_eviction=lambda config: config.late and config.net != "none",
+            handling=lambda config: Handling(late_eviction=config.late and config.net != "none"),
             equip=equip,
             prepare=PREPARATION,
         )
