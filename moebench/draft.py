@@ -130,13 +130,12 @@ def lookup(tokens: np.ndarray, depth: int, branching: int = 1) -> Draft:
     ``tokens`` int64 [T]. Each node gets up to ``branching`` continuations, those seen latest first; a probability is
     the share of the earlier places, among those that agree so far, that went on so. Empty where nothing recurs.
     """
-    places = _places(tokens)
     out: tuple[list[int], list[int], list[float]] = ([], [], [])
-    level = [(ROOT, places)]
+    level = [(ROOT, _places(tokens))]
     for _ in range(depth):
         following = []
-        for parent, starts in level:
-            starts = starts[starts < len(tokens)]
+        for parent, reached in level:
+            starts = reached[reached < len(tokens)]
             seen = tokens[starts]
             for token in list(dict.fromkeys(seen[::-1].tolist()))[:branching]:
                 agree = starts[seen == token]

@@ -8,10 +8,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from moebench.draft import Draft
 from moebench.step import Routing, Step
 
 
@@ -81,20 +83,73 @@ class Ops(ABC):
         """Exact GELU, x * (1 + erf(x / sqrt 2)) / 2."""
 
 
+class Drafter(ABC):
+    """A small model that guesses what follows. It remembers the texts it was asked about, as many as run together."""
+
+    @abstractmethod
+    def propose(self, tokens: np.ndarray, depth: int, branching: int = 1) -> Draft:
+        """Guess ``depth`` tokens after ``tokens`` (int64 [T]): each node gets its ``branching`` likeliest
+        continuations. One pass per level.
+        """
+
+    @abstractmethod
+    def reset(self, sequences: int) -> None:
+        """Forget all texts; from now on remember up to ``sequences``."""
+
+    @property
+    @abstractmethod
+    def vocabulary(self) -> int:
+        """Ids that it may propose: 0 to vocabulary - 1."""
+
+    @property
+    @abstractmethod
+    def bytes_per_level(self) -> int:
+        """Bytes of weights that one level of a draft streams from memory."""
+
+    @property
+    @abstractmethod
+    def held_bytes(self) -> int:
+        """Bytes of all its weights."""
+
+    @property
+    @abstractmethod
+    def kv_bytes_per_token(self) -> int:
+        """Bytes that it remembers per token of each text."""
+
+
 class Backend(ABC):
     """One loaded model. Expert parameters are never allocated; only the dense weights are.
 
     Contract: outputs do not depend on the order in which the server yields experts. ``forward`` runs one step and
-    returns logits as float32 numpy [B, V] of each sequence's last valid row (or [N, V] with ``all_rows``).
+    returns logits as float32 numpy [B, V] of each sequence's last valid row (or [N, V] with ``all_rows``). In a pass
+    that verifies a row attends to its own path only; ``retain`` must follow it.
     """
 
     @abstractmethod
     def forward(self, step: Step, tokens: np.ndarray, server: ExpertServer, all_rows: bool = False) -> np.ndarray:
-        """Run one step. ``tokens`` is int64 [B, W], left-padded; rows flatten to ``step``'s rows."""
+        """Run one step. ``tokens`` is int64 [B, W], left-padded (windows of drafts: at the end); rows flatten to
+        ``step``'s rows.
+        """
 
     @abstractmethod
     def reset(self, batch: int) -> None:
         """Forget all sequences and start an empty KV cache for ``batch`` sequences."""
+
+    @property
+    @abstractmethod
+    def trees(self) -> bool:
+        """Whether drafts may branch; where layers carry recurrent or convolution state only chains can be verified."""
+
+    @abstractmethod
+    def retain(self, kept: np.ndarray) -> None:
+        """Of the rows [B, W] of the pass that verified last keep those that are true in ``kept``; forget the others.
+
+        What a sequence keeps is one path; the next pass is then the one that plain decoding of that path would make.
+        """
+
+    @abstractmethod
+    def drafter(self, folder: str | Path) -> Drafter:
+        """Load the dense model of ``folder``, whose ids must mean the same tokens, to draft for this one."""
 
     @abstractmethod
     def probe_row_invariance(self) -> dict[str, Any]:

@@ -5,8 +5,8 @@ Knows attention masks, KV caches and dense weights; knows no disk beyond the den
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +15,20 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from moebench.backends.base import Adapters, Backend, ExpertServer
+from moebench.backends.base import Adapters, Backend, Drafter, ExpertServer
 from moebench.backends.probe import plain_kernels, probe_kernels, require_row_invariance
 from moebench.backends.torch_experts import BackendError, expert_modules, install, router_module
 from moebench.backends.torch_lora import Installed
 from moebench.backends.torch_ops import TorchOps
 from moebench.backends.torch_source import empty_model, expert_names, float_type, load_model
-from moebench.step import Step
+from moebench.backends.torch_state import Memory, cache_argument, held_bytes
+from moebench.backends.torch_window import attention_by_path, path_mask
+from moebench.step import VERIFY, Step
 from moebench.store.pack import file_hash
 
 ATTENTIONS = ("eager", "sdpa")
 NUMERICS = ("row_invariant", "fast")
-
-
-def cache_argument(model: PreTrainedModel) -> str:
-    """What ``forward`` calls its cache: transformers renamed the argument on the way to version 6."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 class TransformersBackend(Backend):
@@ -45,12 +41,14 @@ class TransformersBackend(Backend):
         torch.set_num_threads(threads)
         self.model, self.numerics, self._ops = model, numerics, TorchOps()
         self._cache_name = cache_argument(model)
+        self._memory = Memory(model, self._cache_name)
         self.reset(1)
 
     def reset(self, batch: int) -> None:
         """Start an empty KV cache for ``batch`` sequences."""
         self.cache = DynamicCache(config=self.model.config)
         self.batch, self._seen = batch, torch.ones(batch, 0, dtype=torch.bool)
+        self._torn = False  # whether columns between a sequence's tokens are masked
 
     @property
     def length(self) -> int:
@@ -64,18 +62,32 @@ class TransformersBackend(Backend):
         if tokens.shape[0] != self.batch or tokens.size != step.rows:
             raise BackendError(f"tokens {tokens.shape} do not fit {step.rows} rows of {self.batch} sequences")
         full = bool(step.valid.all())
-        if not full and self.length and any(layer.is_sliding for layer in self.cache.layers):
+        if not full and self.length and any(getattr(layer, "is_sliding", False) for layer in self.cache.layers):
             raise BackendError(
                 "padding after the first pass would shift a sliding attention window: pad in the first only"
             )
+        verifies = step.phase == VERIFY
+        if verifies:
+            self._memory.require(self.cache, self.batch, self.length + tokens.shape[1])
         self._seen = torch.cat([self._seen, torch.from_numpy(step.valid.reshape(tokens.shape))], dim=1)
+        by_path = self._torn or (verifies and not all(draft.is_chain for draft in step.drafts))
+        if by_path:
+            mask = path_mask(step, self._seen, tokens.shape, self.model.dtype)
+        else:
+            mask = None if self._seen.all() else self._seen.long()
         positions = np.maximum(step.position, 0).reshape(tokens.shape)
+        exact = self.numerics == "row_invariant"
         self._begin(server, None if full else ~step.valid)
         try:
-            with torch.inference_mode(), plain_kernels(self.numerics == "row_invariant"):
+            with (
+                torch.inference_mode(),
+                plain_kernels(exact),
+                attention_by_path(self.model, by_path and exact),
+                self._memory.window(self.cache) if verifies else nullcontext(),
+            ):
                 output = self.model(
                     input_ids=torch.from_numpy(np.ascontiguousarray(tokens)),
-                    attention_mask=None if self._seen.all() else self._seen.long(),
+                    attention_mask=mask,
                     position_ids=torch.from_numpy(positions.astype(np.int64)),
                     use_cache=True,
                     logits_to_keep=0 if all_rows else 1,
@@ -89,25 +101,30 @@ class TransformersBackend(Backend):
     def _begin(self, server: ExpertServer | None, padded: np.ndarray | None) -> None:
         """Tell the experts who serves the coming pass and which rows are padding."""
 
-    def crop(self, length: int) -> None:
-        """Keep the first ``length`` cached positions of every sequence and forget the rest (rejected drafts).
+    @property
+    def trees(self) -> bool:
+        """Whether every layer is attention."""
+        return self._memory.trees
 
-        Only full attention, and sliding windows not yet full, can forget; others raise ``BackendError``.
+    def retain(self, kept: np.ndarray) -> None:
+        """Of the pass that verified last keep the rows ``kept`` (bool [B, W]); what no sequence keeps leaves the cache,
+        what some keep is masked for the others.
         """
-        if not 0 <= length <= self.length:
-            raise BackendError(f"cannot keep {length} of {self.length} cached positions")
-        for layer in self.cache.layers:
-            sliding = type(layer) is DynamicSlidingWindowLayer
-            if type(layer) is not DynamicLayer and not (sliding and self.length < layer.sliding_window):
-                raise BackendError(f"{type(self.model).__name__} cannot forget tokens: it has a {type(layer).__name__}")
-        if length < self.length:
-            self.cache.crop(length - self.length)
-            self._seen = self._seen[:, :length]
+        start = self.length - kept.shape[1]
+        self._seen = torch.cat([self._seen[:, :start], torch.from_numpy(kept)], dim=1)
+        stay = kept.any(0)
+        live = kept[kept.any(1)][:, stay]
+        self._torn |= bool((live != live[:1]).any())
+        if stay.all():
+            self._memory.forget()
+            return
+        columns = np.concatenate([np.arange(start), start + np.flatnonzero(stay)])
+        self._memory.keep(self.cache, columns, int(stay.sum()))
+        self._seen = self._seen[:, columns]
 
     def kv_bytes(self) -> int:
-        """Bytes of all keys and values held."""
-        held = [t for layer in self.cache.layers if layer.is_initialized for t in (layer.keys, layer.values)]
-        return sum(t.nbytes for t in held)
+        """Bytes of all keys, values and states held."""
+        return held_bytes(self.cache)
 
     @property
     def ops(self) -> TorchOps:
@@ -125,6 +142,13 @@ class TransformersBackend(Backend):
         routers = [router_module(self.model, name) for name in expert_modules(self.model)]
         found = {i: getattr(router, "e_score_correction_bias", None) for i, router in enumerate(routers)}
         return {i: bias.detach().float().numpy() for i, bias in found.items() if bias is not None}
+
+    def drafter(self, folder: str | Path) -> Drafter:
+        """The dense model of ``folder``, in this model's dtype and threads."""
+        from moebench.backends.torch_draft import TorchDrafter
+
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        return TorchDrafter(folder, dtype, self.model.config.get_text_config().vocab_size)
 
     def observe_router_logits(self, callback: Callable[[int, torch.Tensor], None]) -> Callable[[], None]:
         """Call ``callback(layer, logits [N, E])`` at every MoE layer of each pass; returns a function that stops it."""

@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moebench.backends.base import Backend
+from moebench.draft import Draft
 from moebench.engine.acquire import Experts
+from moebench.engine.speculate import Rounds
+from moebench.errors import UsageError
 from moebench.step import DECODE, PREFILL, Routing, Step
 from moebench.trace.format import Trace
 
@@ -41,24 +44,25 @@ class Generation:
     logits: list[np.ndarray] = field(default_factory=list)
 
 
-def window_step(index: int, phase: int, position: np.ndarray, valid: np.ndarray, emits: int) -> Step:
-    """A step over ``position`` and ``valid``, both [B, W], flattened row by row as a model flattens them."""
-    sequence = np.repeat(np.arange(len(position), dtype=np.int32), position.shape[1])
-    return Step(index, phase, sequence, position.astype(np.int32).ravel(), valid.ravel(), emits)
-
-
 class Loop:
     """Runs requests on one backend. ``experts`` is None for a backend that holds all its experts itself."""
 
     def __init__(self, backend: Backend, experts: Experts | None, chunk: int = 32) -> None:
         self.backend, self.experts, self.chunk, self.steps = backend, experts, chunk, 0
 
+    def step(
+        self, phase: int, position: np.ndarray, valid: np.ndarray, emits: int, drafts: tuple[Draft, ...] = ()
+    ) -> Step:
+        """The next step, over ``position`` and ``valid`` [B, W], flattened row by row as a model flattens them."""
+        sequence = np.repeat(np.arange(len(position), dtype=np.int32), position.shape[1])
+        self.steps += 1
+        return Step(self.steps - 1, phase, sequence, position.astype(np.int32).ravel(), valid.ravel(), emits, drafts)
+
     def forward(
         self, phase: int, tokens: np.ndarray, position: np.ndarray, valid: np.ndarray, emits: int
     ) -> np.ndarray:
         """One pass over ``tokens`` [B, W]; returns logits [B, V] of the last column."""
-        step = window_step(self.steps, phase, position, valid, emits)
-        self.steps += 1
+        step = self.step(phase, position, valid, emits)
         if self.experts is None:
             return self.backend.forward(step, tokens, None)
         self.experts.begin(step)
@@ -77,22 +81,18 @@ class Loop:
     ) -> Generation:
         """Answer a batch of prompts with up to ``new_tokens`` tokens each, ending a sequence at token ``stop``.
 
-        ``forced`` feeds given continuations instead of the sampled ones, so that arms see one token sequence.
+        ``forced`` feeds given continuations instead of the sampled ones, so that arms see one token sequence. A system
+        that drafts decodes in rounds, to the same tokens.
         """
-        batch, width = len(prompts), max(map(len, prompts))
-        tokens, valid = np.zeros((batch, width), np.int64), np.zeros((batch, width), bool)
-        for i, prompt in enumerate(prompts):
-            tokens[i, width - len(prompt) :], valid[i, width - len(prompt) :] = prompt, True
-        position = np.maximum(valid.cumsum(1) - 1, 0)
-        self.backend.reset(batch)
-        if self.experts is not None:
-            self.experts.begin_request(np.arange(batch))
-        for at in range(0, width, self.chunk):
-            cut = slice(at, at + self.chunk)
-            last = at + self.chunk >= width
-            logits = self.forward(PREFILL, tokens[:, cut], position[:, cut], valid[:, cut], batch * last)
+        rounds = self.experts is not None and self.experts.hooks.draft is not None
+        if rounds and sampler is not greedy:
+            raise UsageError("a system that drafts decodes greedily: sampled answers would depend on what it drafts")
+        logits, length = self._prefill(prompts)
+        if rounds:
+            return Generation(*Rounds(self, prompts, new_tokens, stop, forced, keep_logits).run(logits))
+        batch = len(prompts)
         out = Generation([[] for _ in range(batch)])
-        alive, length = np.ones(batch, bool), valid.sum(1)
+        alive = np.ones(batch, bool)
         for i in range(new_tokens):
             chosen = sampler(logits)
             if keep_logits:
@@ -109,6 +109,22 @@ class Loop:
             logits = self.forward(DECODE, chosen[:, None], length[:, None], alive[:, None], int(alive.sum()))
             length += 1
         return out
+
+    def _prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+        """Start a batch: logits [B, V] after its prompts, and their lengths [B]."""
+        batch, width = len(prompts), max(map(len, prompts))
+        tokens, valid = np.zeros((batch, width), np.int64), np.zeros((batch, width), bool)
+        for i, prompt in enumerate(prompts):
+            tokens[i, width - len(prompt) :], valid[i, width - len(prompt) :] = prompt, True
+        position = np.maximum(valid.cumsum(1) - 1, 0)
+        self.backend.reset(batch)
+        if self.experts is not None:
+            self.experts.begin_request(np.arange(batch))
+        for at in range(0, width, self.chunk):
+            cut = slice(at, at + self.chunk)
+            last = at + self.chunk >= width
+            logits = self.forward(PREFILL, tokens[:, cut], position[:, cut], valid[:, cut], batch * last)
+        return logits, valid.sum(1)
 
 
 def replay_steps(trace: Trace, batch: int, chunk: int) -> Iterator[tuple[Step, np.ndarray, np.ndarray | None]]:

@@ -1,0 +1,74 @@
+"""Attention of a window whose rows do not simply follow each other: each row sees its own path and nothing else.
+
+Knows masks and a family's own attention function; knows no cache layer and no server.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from moebench.step import Step
+
+NAME = "moebench_paths"
+
+
+def path_mask(step: Step, seen: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """What rows [B, W] see of columns [B, T], of which ``seen`` hold tokens: [B, 1, W, T], 0 or the lowest number.
+
+    The last W columns are the rows' own. A row of a draft sees the last accepted token and the nodes on its path.
+    """
+    batch, width = shape
+    paths = np.tile(np.eye(width, dtype=bool), (batch, 1, 1))
+    for b, draft in enumerate(step.drafts):
+        nodes = slice(1, 1 + len(draft))
+        paths[b, nodes, nodes] = draft.ancestors()
+        paths[b, nodes, 0] = True
+    visible = seen[:, None].repeat(1, width, 1)
+    visible[:, :, -width:] &= torch.from_numpy(paths)
+    return torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)[:, None]
+
+
+def attend_paths(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, None]:
+    """The family's eager attention, row by row over the columns that the row sees.
+
+    What is masked between them moves the terms of the sums, so a row that skips columns would get other last bits than
+    in a pass of its own. Padding in front stays, as such a pass has it too.
+    """
+    eager = sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
+    out = []
+    for b in range(len(query)):
+        for row in range(query.shape[2]):
+            here = (slice(b, b + 1), slice(None), slice(row, row + 1))
+            visible = mask[b, 0, row] == 0
+            first = int(visible.int().argmax())
+            visible[:first] = True
+            own = mask[here][..., visible] if first else None
+            of = (slice(b, b + 1), slice(None), visible)
+            out.append(eager(module, query[here], key[of], value[of], own, **options)[0])
+    return torch.cat(out, 1).view(len(query), -1, *out[0].shape[2:]), None
+
+
+@contextmanager
+def attention_by_path(model: PreTrainedModel, on: bool) -> Iterator[None]:
+    """Let every attention of ``model`` go through ``attend_paths`` while the block runs, if ``on``."""
+    if not on:
+        yield
+        return
+    ALL_ATTENTION_FUNCTIONS.register(NAME, attend_paths)
+    before = model.config._attn_implementation
+    model.config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
