@@ -6,6 +6,7 @@ Decode only, after warm-up, unless a name says otherwise. Memory grows by 16 byt
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 
 import numpy as np
 
@@ -17,21 +18,19 @@ P99_MINIMUM = 100
 
 
 class Metrics:
-    """Accumulates one run. ``storage_bytes`` is a callable giving what storage has delivered so far, or None if
-    unknown.
-    """
+    """Accumulates one run. ``storage`` gives the bytes that storage has delivered so far, and in how many requests."""
 
-    def __init__(self, warmup_tokens: int, storage_bytes) -> None:
-        self.warmup_tokens, self.storage_bytes = warmup_tokens, storage_bytes
+    def __init__(self, warmup_tokens: int, storage: Callable[[], tuple[int, int]]) -> None:
+        self.warmup_tokens, self.storage = warmup_tokens, storage
         self.ttft_s: list[float] = []
         self.step_s = array("d")  # duration of each counted decode step
         self.token_s = array("d")  # duration per token of one sequence
         self.seen = self.tokens = self.steps = 0
         self.requests = self.hits = self.late = self.demand_reads = self.prefetch_reads = self.evictions = 0
-        self.bytes = self.read_bytes = 0
+        self.bytes = self.read_bytes = self.storage_requests = 0
         self.stall_s = self.harness_s = 0.0
         self._request_s = 0.0
-        self._before = 0
+        self._before = (0, 0)
 
     @hookimpl
     def begin_request(self, sequences, view) -> None:
@@ -41,7 +40,7 @@ class Metrics:
     @hookimpl
     def begin_step(self, step, view) -> None:
         """Remember what storage had delivered before the step."""
-        self._before = self.storage_bytes()
+        self._before = self.storage()
 
     @hookimpl
     def end_step(self, step, record, view) -> None:
@@ -65,7 +64,9 @@ class Metrics:
         self.prefetch_reads += record.prefetch_reads - record.cancelled
         self.evictions += record.evictions
         self.read_bytes += record.read_bytes
-        self.bytes += self.storage_bytes() - self._before
+        nbytes, requests = self.storage()
+        self.bytes += nbytes - self._before[0]
+        self.storage_requests += requests - self._before[1]
         self.stall_s += record.stall_s
         self.harness_s += record.harness_s
 
@@ -99,6 +100,7 @@ class Metrics:
             ),
             "ssd_mib_per_token": (self.bytes / tokens / MIB, "", tokens),
             "reads_per_token": ((self.demand_reads + self.prefetch_reads) / tokens, "", tokens),
+            "storage_requests_per_token": (self.storage_requests / tokens, "", tokens),
             "stall_ms_per_token": (self.stall_s / tokens * 1e3, "", tokens),
             "effective_gb_s": (self.bytes / elapsed / GB if elapsed else None, "no time passed", tokens),
         }
@@ -119,6 +121,7 @@ NAMES = (
     "late_rate",
     "ssd_mib_per_token",
     "reads_per_token",
+    "storage_requests_per_token",
     "stall_ms_per_token",
     "effective_gb_s",
 )

@@ -39,6 +39,7 @@ METRICS: dict[str, tuple[str, bool | None]] = {
     "late_rate": ("fraction", False),
     "ssd_mib_per_token": ("MiB/token", False),
     "reads_per_token": ("1/token", False),
+    "storage_requests_per_token": ("1/token", False),
     "stall_ms_per_token": ("ms/token", False),
     "effective_gb_s": ("GB/s", None),
     "token_agreement": ("fraction", True),

@@ -21,7 +21,7 @@ class Run:
 
     def __init__(self, warmup: int = 0) -> None:
         self.now, self.delivered = 0.0, 0
-        self.metrics = Metrics(warmup, lambda: self.delivered)
+        self.metrics = Metrics(warmup, lambda: (self.delivered, self.delivered // (MIB // 4)))
 
     def request(self) -> None:
         self.metrics.begin_request(np.arange(1), SimpleNamespace(now=self.now))
@@ -64,6 +64,7 @@ def test_rates_are_totals_over_the_timed_window():
     assert run.value("late_rate") == 2 / 16  # in the denominator, and no hit
     assert run.value("ssd_mib_per_token") == 2.0
     assert run.value("reads_per_token") == (2 + 5 + 1) / 2
+    assert run.value("storage_requests_per_token") == 8  # four a MiB, in this test
     assert run.value("stall_ms_per_token") == 62.5
     assert run.value("effective_gb_s") == pytest.approx(4 * MIB / GB / 0.75)
 

@@ -33,7 +33,7 @@ def speed(cell: Cell, runs: Sequence[Session]) -> dict[str, Metric]:
             found[name] = metric(name, None, None, 0, "a measured replay reads experts and computes nothing")
             continue
         if (
-            name in ("ssd_mib_per_token", "effective_gb_s")
+            name in ("ssd_mib_per_token", "storage_requests_per_token", "effective_gb_s")
             and cell.clock == "wall"
             and cell.engine in THROUGH_PAGE_CACHE
         ):

@@ -125,7 +125,7 @@ def open_session(
         raise
     foreseen = future if spec.foresees(config.knobs) else None
     run = RunContext(geometry, sizes.device, config.scope, config.seed, foreseen, batch, ops, equipment)
-    metrics = Metrics(warmup_tokens, lambda: timeline.storage_bytes)
+    metrics = Metrics(warmup_tokens, lambda: (timeline.storage_bytes, timeline.storage_requests))
     watch = StateWatch(ledger, geometry, kv_bytes)
     try:
         hooks = Hooks([spec.make(config.knobs, run), metrics, watch, *observers])

@@ -32,6 +32,7 @@ HEADINGS = {
     "late_rate": "late rate",
     "ssd_mib_per_token": "SSD MiB/token",
     "reads_per_token": "reads/token",
+    "storage_requests_per_token": "requests/token",
     "stall_ms_per_token": "stall ms/token",
     "effective_gb_s": "effective GB/s",
     "token_agreement": "token agreement",

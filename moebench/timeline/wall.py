@@ -47,6 +47,11 @@ class WallTimeline(Timeline):
         """Bytes that the engine has asked of its file."""
         return self.engine.bytes_read
 
+    @property
+    def storage_requests(self) -> int:
+        """Read calls that the engine has issued."""
+        return self.engine.calls
+
     def now(self) -> float:
         """Seconds since this timeline was made."""
         return time.perf_counter() - self._origin
