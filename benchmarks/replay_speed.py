@@ -93,7 +93,8 @@ def build(registry: Registry, system: str, shape: geometry.Geometry, trace: Trac
         ]
     plugin = spec.make(spec.config(), RunContext(shape, sizes.device, "shared", 0, future))
     watch = StateWatch(ledger, shape)
-    return Experts(shape, tiers, timeline, hooks([plugin, Metrics(16, lambda: (timeline.storage_bytes, timeline.storage_requests)), watch]))
+    metrics = Metrics(16, lambda: (timeline.storage_bytes, timeline.storage_requests))
+    return Experts(shape, tiers, timeline, hooks([plugin, metrics, watch]))
 
 
 def speed(registry: Registry, system: str, shape: geometry.Geometry, trace: Trace) -> float:
