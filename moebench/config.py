@@ -58,7 +58,7 @@ class RunConfig:
     memory: str | None = option(None, "cap on all memory that the run books, such as 6GiB")
     quant: Literal["int4", "int8", "none"] = option("int4", "stored precision of expert weights")
     layout: Literal["packed", "packed_gate_up", "packed_gate", "scattered", "checkpoint", "ordered"] = option(
-        "packed", "how experts lie in the pack: whole, some matrices together, each apart, as downloaded, or most used first"
+        "packed", "how experts lie in the pack: whole, part of their matrices together, scattered, or most used first"
     )
     codec: Literal["none", "rans"] = option("none", "how experts are stored: as they are, or entropy-coded (rANS)")
     order: str = option(

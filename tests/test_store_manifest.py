@@ -23,9 +23,10 @@ ANY_JSON = st.recursive(
 )
 
 
-def example(layout: str = "ordered") -> PackManifest:
+def example(layout: str = "ordered", codec: str = "none") -> PackManifest:
     order = (5, 3, 1, 0, 2, 4) if layout == "ordered" else None
-    extents = Extents(layout, 2, 3, PARTS, order)
+    lengths = (90, 91, 92, 93, 94, 95) if codec == "rans" else None
+    extents = Extents(layout, 2, 3, PARTS, order, lengths)
     return PackManifest(
         model={"name": "m", "config": {"rope": 1e4}},
         layers=2,
@@ -34,14 +35,14 @@ def example(layout: str = "ordered") -> PackManifest:
         byte_layout="plain",
         isa="any",
         layout=layout,
-        codec="none",
+        codec=codec,
         order=order,
         weights=(WeightSpec("w", "int8", (4, 32)),),
         tensors=PARTS,
         expert_bytes=extents.expert_bytes,
         slot_bytes=extents.slot_bytes,
         offsets=tuple(extents.offsets.tolist()),
-        lengths=(extents.stored_bytes,) * 6,
+        lengths=lengths or (extents.stored_bytes,) * 6,
         hashes=tuple(f"{key:016x}" for key in range(6)),
         logical_hash="0" * 32,
         experts_file_bytes=extents.file_bytes,
@@ -73,9 +74,12 @@ def refused_or_sound(text: str) -> None:
         assert sum(segment.nbytes for segment in manifest.extents.segments(key)) == manifest.lengths[key]
 
 
-@pytest.mark.parametrize("layout", ["checkpoint", "packed", "ordered"])
-def test_json_round_trip(layout):
-    manifest = example(layout)
+@pytest.mark.parametrize(
+    ("layout", "codec"),
+    [("checkpoint", "none"), ("scattered", "none"), ("packed", "none"), ("packed", "rans"), ("ordered", "rans")],
+)
+def test_json_round_trip(layout, codec):
+    manifest = example(layout, codec)
     again = PackManifest.from_json(manifest.to_json())
     for field in fields(manifest):
         assert getattr(again, field.name) == getattr(manifest, field.name), field.name
@@ -100,16 +104,16 @@ def test_damaged_text_is_refused(data):
             PackManifest.from_json(damaged)
 
 
-@given(st.sampled_from(sorted(body_of(example()))), ANY_JSON)
+@given(st.sampled_from(sorted(body_of(example()))), ANY_JSON, st.sampled_from(["none", "rans"]))
 @settings(max_examples=200, deadline=None)
-def test_any_value_in_any_field_is_refused_or_sound(name, value):
-    refused_or_sound(sealed({**body_of(example()), name: value}))
+def test_any_value_in_any_field_is_refused_or_sound(name, value, codec):
+    refused_or_sound(sealed({**body_of(example("ordered", codec)), name: value}))
 
 
 @given(st.data())
 @settings(max_examples=200, deadline=None)
 def test_any_value_inside_a_field_is_refused_or_sound(data):
-    body = body_of(example())
+    body = body_of(example("ordered", data.draw(st.sampled_from(["none", "rans"]))))
     name = data.draw(st.sampled_from(["quant", "weights", "tensors", "offsets", "lengths", "hashes", "order"]))
     place = body[name]
     index = data.draw(st.sampled_from(sorted(place)) if isinstance(place, dict) else st.integers(0, len(place) - 1))
@@ -124,8 +128,11 @@ def test_any_value_inside_a_field_is_refused_or_sound(data):
     ("change", "words"),
     [
         ({"schema": SCHEMA + 1}, ["schema", str(SCHEMA + 1), "pack again"]),
-        ({"codec": "rans"}, ["codec", "rans", "none"]),
-        ({"layout": "zipped"}, ["zipped", "checkpoint, packed, ordered"]),
+        ({"codec": "zip"}, ["codec", "zip", "none", "rans"]),
+        ({"codec": "rans", "layout": "checkpoint", "order": None}, ["checkpoint", "packed, ordered"]),
+        ({"codec": "rans", "lengths": (500,) * 6}, ["lengths", "500"]),
+        ({"codec": "rans", "lengths": (100,) * 5 + (0,)}, ["lengths", "0"]),
+        ({"layout": "zipped"}, ["zipped", "packed, ordered"]),
         ({"order": (0, 0, 1, 2, 3, 4)}, ["permutation"]),
         ({"order": None}, ["ordered"]),
         ({"expert_bytes": 137}, ["expert_bytes", "ordered"]),

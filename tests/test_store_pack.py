@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from store_fixtures import SHAPES, SmallSource
 
+from moebench.geometry import Geometry
 from moebench.store import partial as partial_module
 from moebench.store.engines import StoreError
 from moebench.store.layout import QuantSpec
@@ -156,8 +157,9 @@ def test_an_interrupted_pack_resumes_to_the_same_bytes(tmp_path, layout, fail_at
             Pack.open(tmp_path / path)
     source = SmallSource()
     resumed = make(tmp_path / "p", layout=layout, source=source)
-    finished = (fail_at - 1) // SmallSource.experts  # the very first expert is asked for once more, for its shapes
-    assert {at[0] for at in source.asked[1:]} == set(range(finished, 3))
+    finished = (fail_at - 1) // 4 * 4  # whole batches; the very first expert is asked for once more, for its shapes
+    order = ORDER if layout == "ordered" else np.arange(12)
+    assert source.asked[1:] == [divmod(key, 4) for key in order[finished:].tolist()]
     resumed.verify()
     whole = make(tmp_path / "q", layout=layout)
     assert tree(resumed.path) == tree(whole.path)
@@ -253,21 +255,34 @@ def test_orders_that_are_none_are_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_random_packs_are_reproducible_and_not_compressible(tmp_path):
+@pytest.mark.parametrize("kind", ["none", "int8", "int4"])
+def test_random_packs_are_reproducible_and_have_the_bytes_of_gaussian_weights(tmp_path, kind):
+    quant = QuantSpec(kind)
     one, two, other = (
-        write_random_pack(tmp_path / name, 2, 3, 5000, seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))
+        write_random_pack(tmp_path / name, 2, 3, 128, 192, quant, seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))
     )
     assert tree(one.path) == tree(two.path)
     assert one.manifest.logical_hash != other.manifest.logical_hash
-    assert (one.expert_bytes, one.slot_bytes, one.keys) == (5000, 8192, 6)
     experts = list(experts_of(one))
-    assert len({expert.tobytes() for expert in experts}) == 6
-    counts = np.bincount(np.concatenate(experts), minlength=256)
-    assert counts.max() < 2 * counts.mean()
-    with pytest.raises(StoreError, match="expert_bytes"):
-        write_random_pack(tmp_path / "d", 2, 3, 0)
+    assert len({expert.tobytes() for expert in experts}) == one.keys == 6
+    assert one.expert_bytes == Geometry("g", 2, 3, 1, 128, 192, 0, quant=kind).expert_bytes
+    weights = np.random.default_rng(0).standard_normal((192, 128), np.float32)
+    for part, values in PlainLayout().encode(quantize("gate_proj", weights, quant)).items():
+        found = np.concatenate([one.views(expert)[part].ravel() for expert in experts])
+        for byte in range(values.itemsize):
+            shares = [
+                np.bincount(v.view(np.uint8)[byte :: values.itemsize], minlength=256) / v.size
+                for v in (found, values.ravel())
+            ]
+            apart = np.abs(shares[0] - shares[1]).sum() / 2
+            assert apart < 0.05 + 8 / np.sqrt(values.size), (part, byte, apart)
+
+
+def test_random_packs_of_impossible_sizes_are_refused(tmp_path):
+    with pytest.raises(StoreError, match="no multiple of group"):
+        write_random_pack(tmp_path / "d", 2, 3, 100, 64)
     with pytest.raises(StoreError, match="layers"):
-        write_random_pack(tmp_path / "d", 0, 3, 10)
+        write_random_pack(tmp_path / "d", 0, 3, 64, 64)
 
 
 def test_the_page_cache_of_a_file_is_counted_and_dropped(tmp_path):

@@ -30,7 +30,8 @@ class PackOptions:
     byte_layout: Literal["torch_cpu", "plain"] = option(
         "torch_cpu", "bytes as torch's CPU kernels want them, or portable"
     )
-    layout: Literal["packed", "checkpoint", "ordered"] = option(
+    codec: Literal["none", "rans"] = option("none", "entropy coding (rANS) of each expert; layouts packed and ordered")
+    layout: Literal["packed", "packed_gate_up", "packed_gate", "scattered", "checkpoint", "ordered"] = option(
         "packed", "one extent per expert, scattered tensors as downloaded, or extents in the order of a trace"
     )
     trace: str = option("", "trace whose most used experts come first in each layer; layout=ordered only")
@@ -66,6 +67,7 @@ def main(words: Sequence[str]) -> int:
             quant,
             _byte_layout(options.byte_layout),
             layout=options.layout,
+            codec=options.codec,
             order=read_order(options.trace, source) if options.trace else None,
             progress=progress,
         )

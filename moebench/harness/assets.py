@@ -37,7 +37,7 @@ class LiveModel:
         return self.pack.manifest.model["config"]
 
 
-def load_live(folder: Path, name: str, quant: str, layout: str, order: str = "") -> LiveModel:
+def load_live(folder: Path, name: str, quant: str, layout: str, order: str = "", codec: str = "none") -> LiveModel:
     """Open the pack of a model folder, making it first if this machine has none; raises one clear line on failure."""
     from transformers import AutoTokenizer
 
@@ -49,12 +49,12 @@ def load_live(folder: Path, name: str, quant: str, layout: str, order: str = "")
             raise ValueError("it has no vocabulary; is tokenizer.json missing?")
     except Exception as error:  # transformers raises whatever a damaged file leads it to
         raise MoebenchError(f"cannot load the tokenizer at {folder}: {' '.join(str(error).split())[:200]}") from None
-    pack = ensure_pack(folder, name, quant, layout, order)
+    pack = ensure_pack(folder, name, quant, layout, order, codec)
     config = pack.manifest.model["config"]
     return LiveModel(folder, pack, geometry_of(config, name, quant), tokenizer)
 
 
-def ensure_pack(folder: Path, name: str, quant: str, layout: str, order: str = "") -> Pack:
+def ensure_pack(folder: Path, name: str, quant: str, layout: str, order: str = "", codec: str = "none") -> Pack:
     """The pack of a folder's files as they are now, kept under ``$MOEBENCH_HOME/packs``.
 
     ``order`` is the trace of an ordered pack; the embedded model has one of its own.
@@ -76,10 +76,10 @@ def ensure_pack(folder: Path, name: str, quant: str, layout: str, order: str = "
     else:
         layout_id = layout
     isa = torch.backends.cpu.get_cpu_capability().lower().replace(" ", "-")
-    out = home() / "packs" / f"{name}-{_fingerprint(folder)}-{quant}-{layout_id}-{isa}"
+    out = home() / "packs" / f"{name}-{_fingerprint(folder)}-{quant}-{layout_id}-{codec}-{isa}"
     if (out / MANIFEST).is_file():
         return open_kept(out)
-    print(f"moebench: packing {name} ({quant}, {layout}) into {out}", file=sys.stderr)
+    print(f"moebench: packing {name} ({quant}, {layout}, codec {codec}) into {out}", file=sys.stderr)
     out.parent.mkdir(parents=True, exist_ok=True)
     source = TransformersSource(folder)
     with progress_bar() as bar:
@@ -90,6 +90,7 @@ def ensure_pack(folder: Path, name: str, quant: str, layout: str, order: str = "
             QuantSpec(quant),
             TorchCpuLayout(),
             layout=layout,
+            codec=codec,
             order=read_order(trace, source) if trace else None,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )

@@ -81,7 +81,7 @@ def _replay(cell: Cell, registry: Registry, progress: Progress) -> Row:
     if cell.clock == "wall":
         from moebench.harness.random_pack import random_pack
 
-        pack = random_pack(geometry, config.layout, progress)
+        pack = random_pack(geometry, config.layout, config.codec, progress)
     context = int(trace.position.max()) + 1
     prompts = np.unique(trace.sequence[trace.phase == PREFILL], return_counts=True)[1]
     longest = 0 if pack else int(prompts.max(initial=1))
@@ -162,7 +162,7 @@ def _live(cell: Cell, registry: Registry, progress: Progress) -> Row:
 
     config = cell.config
     progress(f"loading {cell.model}")
-    model = load_live(cell.folder, cell.model, config.quant, config.layout, config.order)
+    model = load_live(cell.folder, cell.model, config.quant, config.layout, config.order, config.codec)
     exact = config.numerics == "row_invariant"
     backend = TorchBackend(
         model.pack, model.pack.dense_path, model.config,

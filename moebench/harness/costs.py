@@ -8,13 +8,15 @@ from dataclasses import dataclass
 
 from moebench.geometry import Geometry
 from moebench.hardware import HardwareProfile
+from moebench.store.extents import WHOLE, Extents
+from moebench.store.layout import QuantSpec
+from moebench.store.random_parts import random_specs
 from moebench.timeline.costs import Costs
-from moebench.units import GB, GIB, KIB, MIB, PAGE
+from moebench.units import GB, GIB, KIB, MIB, PAGE, align_up
 
 DIRECT = ("direct", "uring")  # engines that read past the page cache
 QUEUE_DEPTH = 32  # reads that an asynchronous engine keeps in flight at most
 BLOCK_BYTES = MIB  # demand pre-empts prefetch at this granularity
-BF16 = 2
 
 
 @dataclass(frozen=True)
@@ -34,22 +36,18 @@ class StorageUse:
 
 
 def pieces(geometry: Geometry, layout: str, engine: str) -> tuple[int, ...]:
-    """Separate reads of one expert: one aligned extent, or the scattered tensors of a checkpoint as downloaded.
+    """Bytes of each separate read of one expert, as a random pack of this geometry stores it in ``layout``.
 
-    A checkpoint stores weight, scales and biases of each of the three projections apart (9 ranges at int4, 3 at 16
-    bits).
+    One aligned extent of whole pages, or what is scattered: in a checkpoint weight, scales and biases of each of the
+    three projections (9 ranges at int4, 3 at 16 bits), as in a GGUF file each projection (3 ranges).
     """
-    if layout != "checkpoint":
+    if layout in WHOLE:
         return (geometry.slot_bytes,)
-    matrix = geometry.hidden * geometry.intermediate
-    if geometry.quant == "none":
-        parts: tuple[int, ...] = (matrix * BF16,) * 3
-    elif geometry.quant == "int8":
-        parts = (matrix, geometry.intermediate * BF16) * 2 + (matrix, geometry.hidden * BF16)
-    else:
-        parts = (matrix // 2, matrix // geometry.group * BF16, matrix // geometry.group * BF16) * 3
+    parts = random_specs(geometry.hidden, geometry.intermediate, QuantSpec(geometry.quant, geometry.group))
     # Direct reads move whole pages; a piece that starts anywhere touches half a page more on average at either end.
-    return tuple(part + PAGE for part in parts) if engine in DIRECT else parts
+    beyond = PAGE if engine in DIRECT else 0
+    found = Extents(layout, geometry.layers, geometry.experts, parts).pieces
+    return tuple(align_up(piece.nbytes) if piece.aligned else piece.nbytes + beyond for piece in found)
 
 
 def build(

@@ -1,4 +1,4 @@
-"""Packs of random bytes in a model's geometry: real reads of real sizes without the model ("fio for experts")."""
+"""Packs of random experts in a model's geometry: real reads of real sizes without the model ("fio for experts")."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from moebench.errors import UsageError
 from moebench.geometry import Geometry
 from moebench.harness.assets import open_kept
 from moebench.plugins import home
+from moebench.store.layout import QuantSpec
 from moebench.store.pack import MANIFEST
 from moebench.store.writer import write_random_pack
 from moebench.units import GIB
@@ -17,13 +18,13 @@ from moebench.units import GIB
 RESERVE_BYTES = 2 * GIB  # disk space left free beside a random pack
 
 
-def random_pack(geometry: Geometry, layout: str, progress: Callable[[str], None]) -> Any:
+def random_pack(geometry: Geometry, layout: str, codec: str, progress: Callable[[str], None]) -> Any:
     """Open or write the random pack of a geometry; refuses, with the sizes, what the disk cannot hold."""
-    if layout != "packed":
-        raise UsageError(f"layout={layout} has no meaning for random bytes; a measured replay uses layout=packed")
+    if layout == "ordered":
+        raise UsageError("layout=ordered has no meaning for random experts; a measured replay takes the other layouts")
     folder = home() / "packs"
     folder.mkdir(parents=True, exist_ok=True)
-    out = folder / f"random-{geometry.name}-{geometry.quant}"
+    out = folder / f"random-{geometry.name}-{geometry.quant}-{layout}-{codec}"
     if (out / MANIFEST).is_file():
         return open_kept(out)
     need, free = geometry.keys * geometry.slot_bytes, shutil.disk_usage(folder).free
@@ -33,4 +34,13 @@ def random_pack(geometry: Geometry, layout: str, progress: Callable[[str], None]
             f"which has {free / GIB:.1f} GiB free; choose a smaller model or set MOEBENCH_HOME to a larger disk"
         )
     progress(f"writing {need / GIB:.1f} GiB of random experts once")
-    return write_random_pack(out, geometry.layers, geometry.experts, geometry.expert_bytes, seed=0)
+    return write_random_pack(
+        out,
+        geometry.layers,
+        geometry.experts,
+        geometry.hidden,
+        geometry.intermediate,
+        QuantSpec(geometry.quant, geometry.group),
+        layout=layout,
+        codec=codec,
+    )

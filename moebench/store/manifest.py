@@ -20,8 +20,8 @@ from moebench.store.layout import QuantSpec, TensorSpec
 
 # Bump by one whenever a field is added, removed or changes its meaning, or the bytes of experts.bin do; a reader
 # accepts exactly its own schema, and an older pack is written again from its source.
-SCHEMA = 1
-CODECS = ("none",)  # the field is reserved: compressed experts will have lengths of their own
+SCHEMA = 2
+CODECS = ("none", "rans")  # how each expert is stored: as it lies in a slot, or by moebench.store.coded
 REQUEST_FIELDS = ("model", "layers", "experts", "quant", "byte_layout", "isa", "layout", "codec", "order", "schema")
 
 
@@ -48,7 +48,7 @@ class PackManifest:
     quant: QuantSpec
     byte_layout: str
     isa: str
-    layout: str  # checkpoint, packed or ordered
+    layout: str  # one of DISK_LAYOUTS
     codec: str
     order: tuple[int, ...] | None  # keys by disk position (layout ordered)
     weights: tuple[WeightSpec, ...]  # logical content; empty for random bytes
@@ -56,8 +56,8 @@ class PackManifest:
     expert_bytes: int
     slot_bytes: int
     offsets: tuple[int, ...]  # of the expert's first byte in experts.bin
-    lengths: tuple[int, ...]  # bytes stored, over all segments
-    hashes: tuple[str, ...]  # xxh3_64 of the expert_bytes bytes in a slot buffer
+    lengths: tuple[int, ...]  # bytes stored, over all segments; under a codec each expert has its own
+    hashes: tuple[str, ...]  # xxh3_64 of the expert_bytes bytes in a slot buffer, decoded
     logical_hash: str
     experts_file_bytes: int
     dense_bytes: int
@@ -85,16 +85,24 @@ class PackManifest:
         self._check_extents()
 
     def _check_extents(self) -> None:
-        extents = self.extents
+        keys = self.layers * self.experts
         for name in ("offsets", "lengths", "hashes"):
-            if len(getattr(self, name)) != extents.keys:
-                raise StoreError(f"manifest: {name} has {len(getattr(self, name))} entries for {extents.keys} experts")
+            if len(getattr(self, name)) != keys:
+                raise StoreError(f"manifest: {name} has {len(getattr(self, name))} entries for {keys} experts")
+        for nbytes in self.lengths:
+            require_count("lengths", nbytes)
+        if self.coded:
+            from moebench.store.coded import longest  # compiled code, which packs without a codec do without
+
+            if max(self.lengths) > (limit := longest(self.tensors)):
+                raise StoreError(f"manifest: lengths holds {max(self.lengths)}, coded experts have {limit} at most")
+        extents = self.extents
         expected = {
             "expert_bytes": extents.expert_bytes,
             "slot_bytes": extents.slot_bytes,
             "experts_file_bytes": extents.file_bytes,
             "offsets": tuple(extents.offsets.tolist()),
-            "lengths": (extents.stored_bytes,) * extents.keys,
+            "lengths": self.lengths if self.coded else (extents.stored_bytes,) * keys,
         }
         for name, value in expected.items():
             if getattr(self, name) != value:
@@ -105,7 +113,13 @@ class PackManifest:
     @cached_property
     def extents(self) -> Extents:
         """Where each expert's bytes stand."""
-        return Extents(self.layout, self.layers, self.experts, self.tensors, self.order)
+        lengths = self.lengths if self.coded else None
+        return Extents(self.layout, self.layers, self.experts, self.tensors, self.order, lengths)
+
+    @property
+    def coded(self) -> bool:
+        """Whether stored bytes are not those of a slot."""
+        return self.codec != "none"
 
     @property
     def request(self) -> dict[str, Any]:

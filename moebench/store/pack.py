@@ -15,6 +15,7 @@ from moebench.store.engines import StoreError
 from moebench.store.extents import DTYPES, Segment
 from moebench.store.manifest import PackManifest
 from moebench.store.pages import aligned_buffer
+from moebench.units import align_up
 
 MANIFEST, EXPERTS, DENSE, PARTIAL = "manifest.json", "experts.bin", "dense.safetensors", ".partial"
 Progress = Callable[[int, int], None]
@@ -27,6 +28,7 @@ class Pack:
         self.path, self.manifest = path, manifest
         self.layers, self.experts = manifest.layers, manifest.experts
         self.expert_bytes, self.slot_bytes = manifest.expert_bytes, manifest.slot_bytes
+        self.coded = manifest.coded
 
     @classmethod
     def open(cls, path: str | Path) -> Pack:
@@ -77,6 +79,33 @@ class Pack:
             raise StoreError(f"{self.path}: no expert {key}; keys are 0 to {self.keys - 1}")
         return self.manifest.extents.segments(key)
 
+    @property
+    def landing_bytes(self) -> int:
+        """Bytes of a buffer that what is stored of any expert fits in, in whole pages."""
+        return align_up(max(self.manifest.lengths)) if self.coded else self.slot_bytes
+
+    @property
+    def mean_stored_bytes(self) -> float:
+        """Bytes that one expert takes in experts.bin, on average."""
+        return sum(self.manifest.lengths) / self.keys
+
+    def position(self, keys: np.ndarray) -> np.ndarray:
+        """Place of each key's first byte on storage among all experts: int64, 0 to keys-1."""
+        return self.manifest.extents.position[keys]
+
+    def decode(self, key: int, landing: np.ndarray, buffer: np.ndarray) -> None:
+        """Turn the stored bytes of ``key`` in ``landing`` into those of a slot in ``buffer`` (both uint8), and check.
+
+        For packs with a codec; runs without the interpreter's lock.
+        """
+        from moebench.store import coded
+
+        try:
+            coded.decode(landing[: self.manifest.lengths[key]], buffer[: self.expert_bytes])
+        except StoreError as error:
+            raise StoreError(f"{self.where(key)}: {error}; the pack is damaged, remove it and pack again") from None
+        self.check(key, buffer)
+
     def views(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
         """Tensor parts of the expert in ``buffer`` (uint8) by name, without a copy; bf16 comes as uint16 bits."""
         return {
@@ -95,13 +124,17 @@ class Pack:
 
     def read(self, key: int, buffer: np.ndarray) -> None:
         """Read and check one expert the plain way, for tools; runs read through an engine."""
-        buffer[: self.expert_bytes] = 0
+        target = aligned_buffer(self.landing_bytes) if self.coded else buffer
+        target[: self.expert_bytes] = 0
         with open(self.file_path, "rb", buffering=0) as file:
             for segment in self.segments(key):
                 file.seek(segment.offset)
-                if file.readinto(buffer[segment.dest : segment.dest + segment.nbytes].data) != segment.nbytes:
+                if file.readinto(target[segment.dest : segment.dest + segment.nbytes].data) != segment.nbytes:
                     raise StoreError(f"{self.where(key)}: the file ends early")
-        self.check(key, buffer)
+        if self.coded:
+            self.decode(key, target, buffer)
+        else:
+            self.check(key, buffer)
 
     def verify(self, progress: Progress | None = None) -> None:
         """Check the hash of the dense file and of every expert; ``progress(done, total)`` counts experts."""

@@ -1,7 +1,7 @@
 """A pack while it is being written: a ``.partial`` directory beside its target, with a journal of what is already safe.
 
 Knows files and space on the disk; knows nothing of tensors. The journal's first line is the request, then one line
-for the dense weights and one per finished layer; a line is written only after its bytes are synced.
+for the dense weights and one per finished batch of experts; a line is written only after its bytes are synced.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PartialPack:
         self._journal = open(self.path / JOURNAL, "a+b")  # noqa: SIM115 - held open for the lock
         try:
             self._lock()
-            self.dense, self.layers = self._resume(request)
+            self.dense, self.batches = self._resume(request)
             self._experts = os.open(self.path / EXPERTS, os.O_RDWR | os.O_CREAT, 0o644)
         except BaseException:
             self._journal.close()
@@ -48,7 +48,7 @@ class PartialPack:
         except OSError:
             raise StoreError(f"{self.path} is being written by another process") from None
 
-    def _resume(self, request: dict[str, Any]) -> tuple[dict[str, Any] | None, dict[int, dict[str, Any]]]:
+    def _resume(self, request: dict[str, Any]) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
         lines, safe_bytes = [], 0
         self._journal.seek(0)
         for line in self._journal:
@@ -61,12 +61,12 @@ class PartialPack:
             if set(os.listdir(self.path)) != {JOURNAL}:
                 raise StoreError(f"{self.path} holds files of something else; remove it or choose another out=")
             self._record({"request": request})
-            return None, {}
+            return None, []
         if lines[0].get("request") != request:
             fields = differences(request, lines[0].get("request") or {})
             raise StoreError(f"{self.path} is an interrupted pack of another request (differs in {fields}); remove it")
         dense = next((line["dense"] for line in lines if "dense" in line), None)
-        return dense, {line["layer"]: line for line in lines if "layer" in line}
+        return dense, [line["batch"] for line in lines if "batch" in line]
 
     def _record(self, line: dict[str, Any]) -> None:
         self._journal.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
@@ -79,19 +79,18 @@ class PartialPack:
             os.fsync(file.fileno())
         self._record({"dense": facts})
 
-    def record_layer(self, layer: int, facts: dict[str, Any]) -> None:
-        """Sync the experts and note that ``layer`` is complete."""
+    def record_batch(self, facts: dict[str, Any]) -> None:
+        """Sync the experts and note that the next batch of them is complete."""
         os.fsync(self._experts)
-        self.layers[layer] = {"layer": layer, **facts}
-        self._record(self.layers[layer])
+        self.batches.append(facts)
+        self._record({"batch": facts})
 
-    def allocate(self, nbytes: int) -> None:
-        """Give experts.bin its final size, once the disk is known to have room for it."""
+    def require_room(self, nbytes: int) -> None:
+        """Raise ``StoreError`` unless the disk has room for an experts.bin of ``nbytes``."""
         needed = nbytes - os.fstat(self._experts).st_blocks * 512
         free = shutil.disk_usage(self.path).free
         if needed > free:
             raise StoreError(self._no_space(needed, free))
-        os.ftruncate(self._experts, nbytes)
 
     def write(self, segments: list[Segment], buffer: np.ndarray) -> None:
         """Write one expert's bytes (uint8) to where its segments say."""
@@ -107,6 +106,7 @@ class PartialPack:
             file.write(manifest.to_json())
             file.flush()
             os.fsync(file.fileno())
+        os.ftruncate(self._experts, manifest.experts_file_bytes)  # the last extent in whole pages
         os.fsync(self._experts)
         _sync_directory(self.path)
         os.rename(self.path, self.target)

@@ -6,16 +6,21 @@ Knows logical tensors and byte layouts through their contracts only; where weigh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
+from moebench.store.coded import encode as encode_expert
+from moebench.store.coded import longest
 from moebench.store.engines import StoreError
-from moebench.store.extents import Extents, place_parts
+from moebench.store.extents import Extents, Segment, place_parts
 from moebench.store.layout import ByteLayout, ExpertSource, QuantSpec, TensorSpec
 from moebench.store.manifest import (
+    CODECS,
     REQUEST_FIELDS,
     SCHEMA,
     PackManifest,
@@ -28,7 +33,11 @@ from moebench.store.pack import DENSE, MANIFEST, Pack, Progress, file_hash
 from moebench.store.pages import aligned_buffer
 from moebench.store.partial import PartialPack
 from moebench.store.quant import expert_digest, logical_hash, quantize
+from moebench.store.random_parts import LAW, RandomParts
+from moebench.units import align_up
 from moebench.version import __version__
+
+BATCH_FACTS = ("lengths", "hashes", "digests")  # of each expert, as the journal keeps them
 
 
 class Encoded(NamedTuple):
@@ -49,6 +58,7 @@ def write_pack(
     byte_layout: ByteLayout,
     *,
     layout: str = "packed",
+    codec: str = "none",
     order: Sequence[int] | np.ndarray | None = None,
     progress: Progress | None = None,
 ) -> Pack:
@@ -72,7 +82,7 @@ def write_pack(
         byte_layout.name,
         byte_layout.isa,
         layout,
-        "none",
+        codec,
     )
     return _write(Path(out_dir), (*values, order, SCHEMA), encode, source.write_dense, progress)
 
@@ -81,19 +91,32 @@ def write_random_pack(
     out_dir: str | Path,
     layers: int,
     experts: int,
-    expert_bytes: int,
+    hidden: int,
+    intermediate: int,
+    quant: QuantSpec | None = None,
     seed: int = 0,
     *,
+    layout: str = "packed",
+    codec: str = "none",
     progress: Progress | None = None,
 ) -> Pack:
-    """Write experts of ``expert_bytes`` random bytes and no dense weights: real I/O of any geometry."""
+    """Write experts of random bytes with the frequencies of Gaussian weights: real I/O of any geometry.
+
+    Each is three matrices [intermediate, hidden] (gate, up) and [hidden, intermediate] (down) under ``quant``; there
+    are no dense weights.
+    """
+    quant = quant or QuantSpec()
+    draws = RandomParts(hidden, intermediate, quant)
 
     def encode(layer: int, expert: int) -> Encoded:
-        bytes_ = np.random.Generator(np.random.SFC64([seed, layer, expert])).bytes(expert_bytes)
-        return Encoded({"bytes": np.frombuffer(bytes_, np.uint8)}, (), xxhash.xxh3_128_digest(bytes_))
+        parts = draws.draw(np.random.Generator(np.random.SFC64([seed, layer, expert])))
+        digest = xxhash.xxh3_128()
+        for part in parts.values():
+            digest.update(part.data)
+        return Encoded(parts, (), digest.digest())
 
-    model = {"name": "random", "seed": seed, "expert_bytes": expert_bytes}
-    values = (model, layers, experts, QuantSpec("none"), "random", "any", "packed", "none", None, SCHEMA)
+    model = {"name": "random", "seed": seed, "hidden": hidden, "intermediate": intermediate, "bytes": LAW}
+    values = (model, layers, experts, quant, "random", "any", layout, codec, None, SCHEMA)
     return _write(Path(out_dir), values, encode, _write_no_dense, progress)
 
 
@@ -113,23 +136,30 @@ def _write(
         return found
     for name in ("layers", "experts"):
         require_count(name, fields[name])
+    if fields["codec"] not in CODECS:
+        raise StoreError(f"codec {fields['codec']!r} is not one of {', '.join(CODECS)}")
     first = encode(0, 0)
     specs = place_parts(first.parts)
-    extents = Extents(fields["layout"], fields["layers"], fields["experts"], specs, fields["order"])
+    # Until they are written, coded experts count as long as one can be; they may only stand in a layout of whole ones.
+    lengths = (longest(specs),) * (fields["layers"] * fields["experts"]) if fields["codec"] != "none" else None
+    extents = Extents(fields["layout"], fields["layers"], fields["experts"], specs, fields["order"], lengths)
     require_count("expert_bytes", extents.expert_bytes)
     partial = PartialPack(out, request)
     with partial.guarded(extents.file_bytes):
-        partial.allocate(extents.file_bytes)
+        partial.require_room(extents.file_bytes)
         dense = partial.dense
         if dense is None:
             dense = {"nbytes": write_dense(partial.path / DENSE), "hash": file_hash(partial.path / DENSE)}
             partial.record_dense(dense)
-        for layer in range(extents.layers):
-            if layer not in partial.layers:
-                partial.record_layer(
-                    layer, _write_layer(partial, layer, extents, first, encode=encode, progress=progress)
-                )
-        done = [partial.layers[layer] for layer in range(extents.layers)]
+        keys = np.argsort(extents.position)
+        for batch in np.array_split(keys, extents.layers)[len(partial.batches) :]:
+            partial.record_batch(_write_batch(partial, batch.tolist(), extents, first, encode, progress))
+        facts = {
+            name: [value for _, value in sorted(zip(keys, chain(*(b[name] for b in partial.batches)), strict=True))]
+            for name in BATCH_FACTS
+        }
+        if lengths is not None:
+            extents = replace(extents, lengths=tuple(facts["lengths"]))
         manifest = PackManifest(
             **fields,
             weights=first.weights,
@@ -137,9 +167,9 @@ def _write(
             expert_bytes=extents.expert_bytes,
             slot_bytes=extents.slot_bytes,
             offsets=tuple(extents.offsets.tolist()),
-            lengths=(extents.stored_bytes,) * extents.keys,
-            hashes=tuple(value for facts in done for value in facts["hashes"]),
-            logical_hash=logical_hash([bytes.fromhex(value) for facts in done for value in facts["digests"]]),
+            lengths=tuple(facts["lengths"]),
+            hashes=tuple(facts["hashes"]),
+            logical_hash=logical_hash([bytes.fromhex(value) for value in facts["digests"]]),
             experts_file_bytes=extents.file_bytes,
             dense_bytes=dense["nbytes"],
             dense_hash=dense["hash"],
@@ -163,12 +193,21 @@ def _existing(out: Path, request: dict[str, Any]) -> Pack | None:
     return pack
 
 
-def _write_layer(
-    partial: PartialPack, layer: int, extents: Extents, first: Encoded, *, encode: Encode, progress: Progress | None
-) -> dict[str, Any]:
+def _write_batch(
+    partial: PartialPack,
+    keys: Sequence[int],
+    extents: Extents,
+    first: Encoded,
+    encode: Encode,
+    progress: Progress | None,
+) -> dict[str, list[Any]]:
+    """Write experts that follow one another on storage; returns their facts in that order."""
     buffer = aligned_buffer(extents.slot_bytes)
-    hashes, digests = [], []
-    for expert in range(extents.experts):
+    done = [length for batch in partial.batches for length in batch["lengths"]]
+    end = sum(map(align_up, done))
+    facts: dict[str, list[Any]] = {name: [] for name in BATCH_FACTS}
+    for key in keys:
+        layer, expert = divmod(key, extents.experts)
         encoded = encode(layer, expert)
         if place_parts(encoded.parts) != extents.tensors or encoded.weights != first.weights:
             raise StoreError(
@@ -176,13 +215,20 @@ def _write_layer(
             )
         for spec in extents.tensors:
             buffer[spec.offset : spec.offset + spec.nbytes] = _as_bytes(encoded.parts[spec.name], spec)
-        key = layer * extents.experts + expert
-        partial.write(extents.segments(key), buffer)
-        hashes.append(xxhash.xxh3_64_hexdigest(buffer[: extents.expert_bytes].data))
-        digests.append(encoded.digest.hex())
+        if extents.lengths is None:
+            partial.write(extents.segments(key), buffer)
+            length = extents.stored_bytes
+        else:
+            stored = encode_expert(extents.tensors, buffer)
+            length = stored.size
+            partial.write([Segment(end, length, 0)], stored)
+            end += align_up(length)
+        facts["lengths"].append(length)
+        facts["hashes"].append(xxhash.xxh3_64_hexdigest(buffer[: extents.expert_bytes].data))
+        facts["digests"].append(encoded.digest.hex())
         if progress:
-            progress(key + 1, extents.keys)
-    return {"hashes": hashes, "digests": digests}
+            progress(len(done) + len(facts["lengths"]), extents.keys)
+    return facts
 
 
 def _as_bytes(part: np.ndarray, spec: TensorSpec) -> np.ndarray:
