@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from store_fixtures import SmallSource
 from test_engine_acquire import served
 from test_live_identity import Lab, check_same
-from test_store_engines import Gate, dirty_buffers
+from test_store_engines import READERS, Gate, dirty_buffers
 
 from moebench.hookspecs import hookimpl
 from moebench.store.block_queue import DEMAND, PREFETCH
 from moebench.store.engine_threads import PreadEngine
-from moebench.store.engines import ENGINES, StoreError, open_engine
+from moebench.store.engines import StoreError, open_engine
 from moebench.store.layout import QuantSpec
 from moebench.store.plain import PlainLayout
 from moebench.store.writer import write_pack
@@ -116,7 +116,7 @@ def test_a_cancelled_read_goes_to_storage_when_it_is_wanted_again():
     assert timeline.wait(demand) == pytest.approx(1e-3)  # the page cache did not learn of it
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", [*READERS, "faulty"])
 def test_an_engine_gives_back_only_what_no_thread_has_begun(pack, name):
     with open_engine(name, pack, threads=1, block_bytes=PAGE) as engine:
         inner, buffers = getattr(engine, "_inner", engine), dirty_buffers(pack)

@@ -21,6 +21,7 @@ from moebench.config import option
 from moebench.errors import UsageError
 from moebench.machine import detect
 from moebench.plugins import load_plugins
+from moebench.store import uring
 
 
 @dataclass(frozen=True)
@@ -122,11 +123,9 @@ def _direct(folder: Path) -> Finding:
 
 
 def _io_uring() -> Finding:
-    flag = Path("/proc/sys/kernel/io_uring_disabled")
-    allowed = flag.exists() and flag.read_text().strip() == "0"
-    return Finding(
-        "io_uring", allowed, "allowed" if allowed else "not allowed", "only an engine built on it would miss it"
-    )
+    why = uring.refusal()
+    without = "engine=uring is refused here; engine=direct reads the same bytes with threads"
+    return Finding("io_uring", why is None, why or "offered by this kernel", without)
 
 
 def _page_cache() -> Finding:

@@ -10,7 +10,7 @@ from moebench.store.engines import ENGINES, open_engine
 
 @hookimpl
 def register_io(register):
-    """Register mmap, pread, direct and faulty; an engine's module is imported when it is opened."""
+    """Register every engine of ``ENGINES``; an engine's module is imported when it is opened."""
     for name, (_, _, line) in ENGINES.items():
         factory = partial(open_engine, name)
         factory.__doc__ = line

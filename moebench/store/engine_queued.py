@@ -125,9 +125,9 @@ class QueuedEngine(ReadEngine):
         self._deliver(request, request.parts[0])
         return True
 
-    def _fail_queued(self) -> None:
-        """Refuse new requests, and fail those that nobody is reading."""
-        error = StoreError(f"{self.pack.file_path}: engine {self.name} was closed before the expert was read")
+    def _fail_queued(self, reason: str = "") -> None:
+        """Refuse new requests, and fail those that nobody is reading; the others fail with their last block."""
+        error = ReadFailed(reason or f"engine {self.name} was closed before the expert was read")
         for request in self._queue.close(error):
             for part in request.parts:
                 self._deliver(request, part)

@@ -15,6 +15,7 @@ ENGINES = {  # name: module and class, imported when opened, and a line for peop
     "mmap": ("moebench.store.engine_mmap", "MmapEngine", "page faults in a mapping do the reading"),
     "pread": ("moebench.store.engine_threads", "PreadEngine", "reads through the page cache, a few at a time"),
     "direct": ("moebench.store.engine_threads", "DirectEngine", "reads past the page cache, a few at a time"),
+    "uring": ("moebench.store.engine_uring", "UringEngine", "one io_uring for all reads, past the page cache"),
     "faulty": ("moebench.store.engine_faulty", "FaultyEngine", "another engine with seeded faults, for tests"),
 }
 
