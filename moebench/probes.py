@@ -154,6 +154,32 @@ def int4_product(rows: int, repeats: int = 7) -> tuple[Samples, Samples]:
     return flops, Samples(tuple(rate / (2 * rows * out * inner / 1e12) * stored / GB for rate in flops.values))
 
 
+def rans_decoding(repeats: int = 7) -> Samples:
+    """GB/s of decoded bytes with one thread on each core: int4 experts of 3 x 768 x 2048 Gaussian weights."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from moebench.store import coded
+    from moebench.store.layout import QuantSpec, TensorSpec
+    from moebench.store.plain import PlainLayout
+    from moebench.store.quant import quantize
+
+    weights = np.random.default_rng(0).standard_normal((3 * 768, 2048), np.float32)
+    parts = PlainLayout().encode(quantize("w", weights, QuantSpec()))
+    specs: list[TensorSpec] = []
+    for name, part in parts.items():
+        offset = specs[-1].offset + specs[-1].nbytes if specs else 0
+        specs.append(TensorSpec(name, part.shape, "U8" if part.dtype == np.uint8 else "BF16", offset, part.nbytes))
+    decoded = np.concatenate([part.view(np.uint8).reshape(-1) for part in parts.values()])
+    stored, cores = coded.encode(specs, decoded), os.cpu_count() or 1
+    outs = [np.empty_like(decoded) for _ in range(8 * cores)]
+    with ThreadPoolExecutor(cores) as pool:
+        return _rates(
+            lambda: list(pool.map(lambda out: coded.decode(stored, out), outs)),
+            len(outs) * decoded.nbytes / GB,
+            repeats,
+        )
+
+
 def small_operation(repeats: int = 7) -> Samples:
     """Microseconds to dispatch one small tensor operation."""
     import torch

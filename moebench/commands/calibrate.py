@@ -57,7 +57,7 @@ def main(words: Sequence[str]) -> int:
     else:
         out = writable_folder(home() / "hardware", "moebench's configuration folder") / "host.yaml"
     with progress_bar() as bar:
-        task = bar.add_task("calibrating", total=3 * len(SIZES_KIB) * len(DEPTHS) + 7)
+        task = bar.add_task("calibrating", total=3 * len(SIZES_KIB) * len(DEPTHS) + 8)
         data = measure(options, lambda: bar.advance(task))
     profile = hardware.from_dict(data, str(out))
     partial = out.with_name(f".{out.name}.{os.getpid()}")
@@ -128,6 +128,9 @@ def measure(options: CalibrateOptions, tick: Callable[[], None]) -> dict[str, An
             "bf16_tflops": taken(probes.bf16_product(), "TFLOP/s", "products of 512 rows with 2048 x 2048"),
             "int4_tflops": arithmetic,
             "cpu_tflops": arithmetic,  # the processor is the device here
+            "rans_gb_s": taken(
+                probes.rans_decoding(), "GB/s", "decoded bytes of int4 experts, one thread on each core"
+            ),
         },
         "read_curve": {
             "unit": "GB/s",
