@@ -17,6 +17,7 @@ from moebench.engine.loop import Loop, replay
 from moebench.errors import UsageError
 from moebench.harness import environment, figures
 from moebench.harness.assets import LiveModel, load_live, read_prompts, text_hash
+from moebench.harness.costs import coded_bytes
 from moebench.harness.plan import Cell
 from moebench.harness.rows import run_row
 from moebench.harness.session import Session, open_session
@@ -120,6 +121,9 @@ def _replay(cell: Cell, registry: Registry, progress: Progress) -> Row:
     assumptions += [*_narrowed(geometry.top_k, equipment), *equipment.assumptions]
     if trace.top_k != geometry.top_k:
         assumptions.append(f"assumed: routing of {trace.top_k} experts a token for a model of {geometry.top_k}")
+    if config.codec != "none" and pack is None:
+        ratio = coded_bytes(geometry) / geometry.expert_bytes
+        assumptions.append(f"assumed: experts coded to {ratio:.3f} of their bytes, as Gaussian weights are")
     if cell.clock == "wall":
         assumptions.append("input/output only: experts are read, nothing computes, no dense weights are held")
     return run_row(cell, runs, workload, metrics, cache_state, assumptions, equipment)

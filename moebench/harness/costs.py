@@ -10,6 +10,7 @@ from moebench.geometry import Geometry
 from moebench.hardware import HardwareProfile
 from moebench.store.extents import WHOLE, Extents
 from moebench.store.layout import QuantSpec
+from moebench.store.random_parts import coded_bytes as random_coded_bytes
 from moebench.store.random_parts import random_specs
 from moebench.timeline.costs import Costs
 from moebench.units import GB, GIB, KIB, MIB, PAGE, align_up
@@ -50,6 +51,11 @@ def pieces(geometry: Geometry, layout: str, engine: str) -> tuple[int, ...]:
     return tuple(align_up(piece.nbytes) if piece.aligned else piece.nbytes + beyond for piece in found)
 
 
+def coded_bytes(geometry: Geometry) -> int:
+    """Bytes that a random expert of this geometry takes under codec ``rans``."""
+    return random_coded_bytes(geometry.hidden, geometry.intermediate, QuantSpec(geometry.quant, geometry.group))
+
+
 def build(
     profile: HardwareProfile,
     geometry: Geometry,
@@ -86,7 +92,7 @@ def build(
         read_s = (0.0, *[cold] * len(depths))
     else:
         read_s = (0.0, *[sum(p / (profile.read_gb_s(p, d) * GB) for p in use.pieces) for d in depths])
-    unified = profile.unified
+    unified, chip = profile.unified, profile.declares("bandwidth.on_chip_gb_s")
     within = 2 / (profile.dram_gb_s * GB) if tiers == 2 else 0.0  # a copy in one memory reads and writes
     up, down = (within, within) if unified else (1 / (profile.h2d_gb_s * GB), 1 / (profile.d2h_gb_s * GB))
     return Costs(
@@ -113,6 +119,9 @@ def build(
         request_s=lambda nbytes, depth: nbytes / (profile.read_gb_s(nbytes, depth) * GB),
         decode_s=geometry.expert_bytes / (profile.rans_gb_s * GB) if use.stored_bytes else 0.0,
         copy_coded_s=use.stored_bytes * up,
+        map_s=profile.map_us * 1e-6 if profile.declares("storage.map_us") else 0.0,
+        on_chip_s=geometry.expert_bytes / (profile.on_chip_gb_s * GB) if chip else 0.0,
+        tile_rows=int(profile.tile_rows) if chip else 1,
         host_expert_s=geometry.expert_bytes / (profile.dram_gb_s * GB) if on_host else 0.0,
         host_row_s=geometry.expert_flops_per_row() / (profile.cpu_tflops * 1e12) if on_host else 0.0,
         host_trip_s=0.0 if unified or not on_host else 2 * profile.link_latency_us * 1e-6,

@@ -12,7 +12,6 @@ from moebench.harness.assets import open_kept
 from moebench.plugins import home
 from moebench.store.layout import QuantSpec
 from moebench.store.pack import MANIFEST
-from moebench.store.writer import write_random_pack
 from moebench.units import GIB
 
 RESERVE_BYTES = 2 * GIB  # disk space left free beside a random pack
@@ -33,6 +32,8 @@ def random_pack(geometry: Geometry, layout: str, codec: str, progress: Callable[
             f"a measured replay of {geometry.name} writes {need / GIB:.1f} GiB of random experts to {folder}, "
             f"which has {free / GIB:.1f} GiB free; choose a smaller model or set MOEBENCH_HOME to a larger disk"
         )
+    from moebench.store.writer import write_random_pack
+
     progress(f"writing {need / GIB:.1f} GiB of random experts once")
     return write_random_pack(
         out,

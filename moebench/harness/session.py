@@ -20,6 +20,7 @@ from moebench.residency.places import Places
 from moebench.systemspec import Equipment, RunContext
 from moebench.timeline.base import Timeline
 from moebench.timeline.virtual import VirtualTimeline
+from moebench.units import align_up
 
 ACTIVATION_BYTES = 2  # bf16
 
@@ -104,10 +105,14 @@ def open_session(
             timeline: Any = WallTimeline(engine, buffer)
         else:
             cache = cost_model.page_cache_bytes(profile, ledger.total_bytes + state)
-            extents = cost_model.pieces(geometry, config.layout, cell.engine)
+            extents, stored = cost_model.pieces(geometry, config.layout, cell.engine), 0
+            if config.codec != "none":
+                stored = int(pack.mean_stored_bytes) if real else cost_model.coded_bytes(geometry)
+                extents = (align_up(stored),)
             use = cost_model.StorageUse(
-                extents, cell.engine, cache, in_place=spec.engine == "mmap", whole=handling.whole_reads
-            )
+                extents, cell.engine, cache, in_place=spec.engine == "mmap", whole=handling.whole_reads,
+                stored_bytes=stored,
+            )  # fmt: skip
             stack = "" if config.stack == "auto" else config.stack
             beside = equipment.held_bytes.get("adapters", 0)
             costs = cost_model.build(

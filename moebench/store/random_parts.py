@@ -7,6 +7,7 @@ Knows the three matrices of an expert and the byte layout ``plain``; no files.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import numpy as np
 
@@ -50,6 +51,19 @@ def random_specs(hidden: int, intermediate: int, quant: QuantSpec) -> tuple[Tens
     """Where the parts of such an expert lie in a slot."""
     shaped = _samples(hidden, intermediate, quant, 1)
     return place_parts({name: np.broadcast_to(values[:1], shape) for name, values, shape in shaped})
+
+
+@cache
+def coded_bytes(hidden: int, intermediate: int, quant: QuantSpec) -> int:
+    """Bytes that such an expert takes under codec ``rans``: one is drawn and coded."""
+    from moebench.store.coded import encode
+
+    parts = RandomParts(hidden, intermediate, quant).draw(np.random.Generator(np.random.SFC64(0)))
+    specs = place_parts(parts)
+    buffer = np.zeros(specs[-1].offset + specs[-1].nbytes, np.uint8)
+    for spec in specs:
+        buffer[spec.offset : spec.offset + spec.nbytes] = parts[spec.name].reshape(-1).view(np.uint8)
+    return encode(specs, buffer).size
 
 
 def _samples(
