@@ -22,8 +22,8 @@ SOURCES = ("datasheet", "paper", "measured", "estimate")
 # name -> (unit, which machines must give it): all, those with a device of its own memory, or none: a run that needs a
 # number its machine does not give is refused. page_fault_us is one major fault of one page with its read; bandwidths
 # are what is reached, not the bus's peak. map_us makes one expert's pages visible to the accelerator; on_chip_* is the
-# memory inside it that its copies fill; rans_gb_s counts decoded bytes where the decoder runs; cpu_tflops is arithmetic
-# on expert weights by the host's processor.
+# memory inside it that its copies fill, tile_rows the rows it multiplies at a time at the least; rans_gb_s counts
+# decoded bytes where the decoder runs; cpu_tflops is arithmetic on expert weights by the host's processor.
 NUMBERS = {
     "memory.ram_gib": ("GiB", "all"),
     "memory.reserve_gib": ("GiB", "all"),
@@ -42,6 +42,7 @@ NUMBERS = {
     "bandwidth.on_chip_gb_s": ("GB/s", "none"),
     "compute.bf16_tflops": ("TFLOP/s", "all"),
     "compute.int4_tflops": ("TFLOP/s", "all"),
+    "compute.tile_rows": ("rows", "none"),
     "compute.cpu_tflops": ("TFLOP/s", "none"),
     "compute.rans_gb_s": ("GB/s", "none"),
 }
@@ -114,6 +115,10 @@ class HardwareProfile:
                 f"{NUMBERS[name][0]} and with its source, or choose another hw="
             )
         return self.quantities[name].value
+
+    def declares(self, name: str) -> bool:
+        """Whether the profile gives an optional number, by dotted name."""
+        return name in self.quantities
 
     def __getattr__(self, name: str) -> float:
         """Plain floats under their short names: ``profile.ram_gib``, ``profile.dram_gb_s``."""

@@ -164,7 +164,7 @@ class Experts(ReadAhead):
                 self.record.stall_s += self.timeline.wait(ticket)
                 tier.complete(key)
             yield key - base, tier.arena[tier.slot(key)] if tier.arena is not None else None
-        self.timeline.join_host()
+        self.timeline.join()
         for key in [k for k in placed if k in self.in_flight]:
             self._await(key)
 
@@ -186,22 +186,36 @@ class Experts(ReadAhead):
             return
         ready, waiting = list(now), list(pending)
         while ready or waiting:
-            arrived = [k for k in waiting if timeline.is_ready(self.in_flight[k])]
-            for key in arrived:
+            for key in [k for k in waiting if timeline.is_ready(self.in_flight[k])]:
                 self._await(key)
                 waiting.remove(key)
                 ready.append(key)
-            key = order(ready, waiting, self.view)
-            if key is None:
-                key = ready[0] if ready else waiting[0]
-            if key in ready:
+            group = self._ordered(order(ready, waiting, self.view), ready, waiting)
+            if group[0] in waiting:
+                self._await(group[0])
+                waiting.remove(group[0])
+                ready.append(group[0])
+                continue
+            started = time.perf_counter() if self._timed else 0.0
+            for key in group:
                 ready.remove(key)
                 yield key - base, device.arena[device._slot_of[key]] if real else None
-                timeline.compute_experts(1, round(rows_each))
-            else:
-                self._await(key)
-                waiting.remove(key)
-                ready.append(key)
+            timeline.compute_experts(len(group), round(rows_each * len(group)), overlap=True)
+            if self._timed:
+                took, old = (time.perf_counter() - started) / len(group), self.compute_estimate_s
+                self.compute_estimate_s = took if old == 0.0 else old + WINDOW_WEIGHT * (took - old)
+        timeline.join()
+
+    def _ordered(self, choice: Any, ready: list[int], waiting: list[int]) -> list[int]:
+        """What to do next as a system says: ready keys to compute together, or one key to wait for."""
+        if choice is None:
+            return [(ready or waiting)[0]]
+        group = [int(k) for k in np.atleast_1d(choice)]
+        if not group or len(set(group)) < len(group) or not (
+            set(group) <= set(ready) or (len(group) == 1 and group[0] in waiting)
+        ):  # fmt: skip
+            raise PluginError(f"order_compute returned {group[:8]}: some of {ready[:8]}, or one of {waiting[:8]}")
+        return group
 
     def _waves(self, layer: int, keys: list[int], ready: list[bool]) -> list[list[int]]:
         """Split a demand that exceeds the layer's slots: what is resident first, then as many as fit at a time."""

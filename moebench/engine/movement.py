@@ -71,7 +71,7 @@ class Movement:
         self._run_of: dict[int, int] = {}  # which request of a wave reads a key
         self._reading_ahead = False  # a prefetch never waits and never copies victims down
         self.windows = [[0.0] * geometry.layers for _ in PHASES]
-        self.read_estimate_s = self.copy_estimate_s = 0.0
+        self.read_estimate_s = self.copy_estimate_s = self.compute_estimate_s = 0.0
         self.view = View(self)
         self.step: Step | None = None
         self.record = StepRecord(None, 0.0)  # what happens before the first step is nobody's

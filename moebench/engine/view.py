@@ -78,6 +78,32 @@ class View:
         cost[experts.tiers[0].resident(keys)] = 0.0
         return cost
 
+    def remaining(self, keys) -> np.ndarray:
+        """Seconds until each key can be computed on: 0 if it is resident, the clock's own word for one in flight where
+        it knows, else an estimate from reads so far.
+        """
+        experts, found = self._experts, []
+        for key in np.asarray(keys, np.int64).tolist():
+            ticket = experts.in_flight.get(key)
+            left = None if ticket is None else experts.timeline.remaining_s(ticket)
+            if ticket is not None and left is None:
+                left = max(0.0, experts.read_estimate_s - (experts.timeline.now() - ticket.issued_s))
+            found.append(left)
+        cost = self.cost(keys)
+        return np.array([c if left is None else left for c, left in zip(cost.tolist(), found, strict=True)])
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds for which the experts handed over last go on computing."""
+        return self._experts.timeline.busy_s()
+
+    def stages(self, count: int, rows: int) -> tuple[float, float]:
+        """Seconds to copy ``count`` experts into the chip and to compute them over ``rows`` (row, expert) pairs; a
+        measured run says what an expert took so far.
+        """
+        copy, compute = self._experts.timeline.stage_s(count, rows)
+        return copy, compute or count * self._experts.compute_estimate_s
+
     def window(self, layer: int) -> float:
         """Running mean (weight 0.2 on the newest) of the seconds between the routing of ``layer`` and of the next one,
         over passes of the present one's phase: a prompt's chunk takes far longer than a token. 0 before the first.

@@ -75,18 +75,30 @@ class Timeline(ABC):
         """Wait for one transfer; returns the seconds stalled. Raises the transfer's own error."""
 
     @abstractmethod
-    def compute_experts(self, count: int, rows: int) -> None:
-        """``count`` experts ran over ``rows`` (row, expert) pairs: a modeled clock advances, a measured one does
-        nothing.
+    def compute_experts(self, count: int, rows: int, overlap: bool = False) -> None:
+        """``count`` experts run together over ``rows`` (row, expert) pairs: a modeled clock advances to their end, a
+        measured one does nothing. With ``overlap`` it advances to where the next ones may be copied in beside them.
         """
+
+    @abstractmethod
+    def busy_s(self) -> float:
+        """Seconds for which what was handed over with ``overlap`` will go on computing."""
+
+    @abstractmethod
+    def remaining_s(self, ticket: Ticket) -> float | None:
+        """Seconds until the transfer is complete, without waiting; None where nobody knows."""
+
+    @abstractmethod
+    def stage_s(self, count: int, rows: int) -> tuple[float, float]:
+        """Seconds to copy ``count`` experts into the chip, and to compute them over ``rows`` pairs; 0 where unknown."""
 
     @abstractmethod
     def compute_on_host(self, source: Ticket | None, count: int, rows: int) -> None:
         """``count`` experts run on the host's own processor beside the device, from when ``source`` is complete."""
 
     @abstractmethod
-    def join_host(self) -> None:
-        """What runs on the host's processor is complete."""
+    def join(self) -> None:
+        """Whatever still computes, on the device or on the host's processor, is complete."""
 
     @abstractmethod
     def compute_dense(self, layers: int, rows: int, state_bytes: int, final: bool) -> None:

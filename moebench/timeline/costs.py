@@ -28,6 +28,9 @@ class Costs:
     one that reads several neighbours. ``decode_s`` expands one compressed expert (0: stored as computed on), whose
     ``copy_coded_s`` is the way up. ``host_expert_s`` and ``host_row_s`` are ``expert_s`` and ``expert_row_s`` on the
     host's own processor, ``host_trip_s`` what a layer's activations take there and back.
+
+    On an accelerator that computes out of memory of its own on the chip: ``map_s`` makes an expert that arrived visible
+    to it, ``on_chip_s`` copies one in (instead of ``expert_s``), and it works on ``tile_rows`` rows at a time.
     """
 
     read_bytes: int
@@ -56,6 +59,9 @@ class Costs:
     host_expert_s: float = 0.0
     host_row_s: float = 0.0
     host_trip_s: float = 0.0
+    map_s: float = 0.0
+    on_chip_s: float = 0.0
+    tile_rows: int = 1
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -12,7 +12,7 @@ from moebench.store.engines import ReadEngine, StoreError
 from moebench.timeline.base import Ticket
 from moebench.timeline.costs import Costs
 from moebench.timeline.virtual import VirtualTimeline
-from moebench.timeline.wall import submit
+from moebench.timeline.wall import move, submit
 
 
 class FilledTimeline(VirtualTimeline):
@@ -38,12 +38,12 @@ class FilledTimeline(VirtualTimeline):
         """Queue a modeled copy; the bytes move when it is waited for."""
         ticket = super().copy(key, source, target, after)
 
-        def move() -> None:
+        def copied() -> None:
             if after is not None:
                 self._finish(after)
-            np.copyto(self.buffer(*target), self.buffer(*source))
+            move(self.engine, key, self.buffer(*source), self.buffer(*target))
 
-        self._real[ticket] = move
+        self._real[ticket] = copied
         return ticket
 
     def _finish(self, ticket: Ticket) -> None:

@@ -34,9 +34,11 @@ class VirtualTimeline(Timeline):
         self._begun: Ticket | None = None  # the one at the head that was served in part
         self._towards: dict[Ticket, str] = {}
         self._link_free = {"host": 0.0, "device": 0.0}  # the link carries both directions at once
-        self._memory_free = self._decoder_free = self._host_free = 0.0
+        self._memory_free = self._decoder_free = self._host_free = self._map_free = 0.0
+        self._unit_free = 0.0  # when the accelerator's arithmetic is through with what it was handed
         self._host_busy = False
         self._coded: set[Ticket] = set()  # reads that are decoded as they arrive
+        self._unmapped: set[Ticket] = set()  # transfers whose expert has to be mapped when it is there
         self._decoded_below: set[int] = set()  # experts that came down to the host, decoded
         self._pages: OrderedDict[int, None] = OrderedDict()
         self._page_slots = costs.page_cache_bytes // max(1, costs.expert_bytes)
@@ -58,6 +60,8 @@ class VirtualTimeline(Timeline):
         for key, slot in zip(keys, slots, strict=True):
             ticket = Ticket(key, costs.read_bytes, slot, priority, now)
             tickets.append(ticket)
+            if costs.map_s and tier == "device":
+                self._unmapped.add(ticket)
             if costs.decode_s:
                 if tier == "device":
                     self._coded.add(ticket)
@@ -120,6 +124,9 @@ class VirtualTimeline(Timeline):
         if ticket in self._coded:
             self._coded.discard(ticket)
             at = self._decoder_free = max(at, self._decoder_free) + self.costs.decode_s
+        if ticket in self._unmapped:
+            self._unmapped.discard(ticket)
+            at = self._map_free = max(at, self._map_free) + self.costs.map_s
         ticket.done_s = at
 
     def _serve(self, tickets: list[Ticket]) -> None:
@@ -203,6 +210,7 @@ class VirtualTimeline(Timeline):
         self.storage_bytes -= read.nbytes
         self.storage_requests -= self.costs.requests
         self._coded.discard(read)
+        self._unmapped.discard(read)
         if copy is not None:
             del self._towards[copy]
         return True
@@ -225,6 +233,8 @@ class VirtualTimeline(Timeline):
         ticket = Ticket(key, self.costs.expert_bytes, target[1], DEMAND, self._now)
         ticket.handle = after
         self._towards[ticket] = target[0]
+        if self.costs.map_s and target[0] == "device":
+            self._unmapped.add(ticket)
         if self.costs.decode_s:
             if target[0] != "device":
                 self._decoded_below.add(key)
@@ -274,10 +284,41 @@ class VirtualTimeline(Timeline):
 
     # --- compute ---------------------------------------------------------------------------------------------------
 
-    def compute_experts(self, count: int, rows: int) -> None:
-        """Each expert streams its weights once, or is bound by its rows' arithmetic."""
+    def compute_experts(self, count: int, rows: int, overlap: bool = False) -> None:
+        """Each expert streams its weights once, or is bound by its rows' arithmetic.
+
+        On a chip with memory of its own the experts of one call go through two buffers, one filled while the other is
+        computed on; with ``overlap`` the buffers also carry over from one call to the next, and the clock stops where
+        the next copy may begin: a buffer is free as soon as these experts compute.
+        """
         costs = self.costs
-        self._now += max(count * costs.expert_s, rows * costs.expert_row_s)
+        if not costs.on_chip_s:
+            self._now += max(count * costs.expert_s, rows * costs.expert_row_s)
+            return
+        copy, compute = self.stage_s(count, rows)
+        if overlap:
+            self._now = max(self._now + copy, self._unit_free)
+            self._unit_free = self._now + compute
+        elif count:
+            one, work = copy / count, compute / count
+            self._now = max(self._now, self._unit_free) + one + (count - 1) * max(one, work) + work
+
+    def stage_s(self, count: int, rows: int) -> tuple[float, float]:
+        """Copies into the chip at its own rate; arithmetic in whole tiles of rows, equally many for each expert."""
+        costs = self.costs
+        if not costs.on_chip_s:
+            return 0.0, max(count * costs.expert_s, rows * costs.expert_row_s)
+        tiles = -(-rows // (count * costs.tile_rows)) * count if count else 0
+        return count * costs.on_chip_s, tiles * costs.tile_rows * costs.expert_row_s
+
+    def busy_s(self) -> float:
+        """What is left of the arithmetic under way."""
+        return max(0.0, self._unit_free - self._now)
+
+    def remaining_s(self, ticket: Ticket) -> float | None:
+        """Known for demand; for a prefetch as soon as storage has served it."""
+        done = self._resolve(ticket)
+        return None if done is None else max(0.0, done - self._now)
 
     def compute_on_host(self, source: Ticket | None, count: int, rows: int) -> None:
         """The host works through its experts one after another, beside the device."""
@@ -289,8 +330,9 @@ class VirtualTimeline(Timeline):
         took = max(count * costs.host_expert_s, rows * costs.host_row_s)
         self._host_free, self._host_busy = max(begin, self._host_free) + took, True
 
-    def join_host(self) -> None:
-        """The layer's sum needs the host's part, after its trip there and back."""
+    def join(self) -> None:
+        """The layer's sum needs the device's part and the host's, after its trip there and back."""
+        self._now = max(self._now, self._unit_free)
         if self._host_busy:
             self._now, self._host_busy = max(self._now, self._host_free + self.costs.host_trip_s), False
 
