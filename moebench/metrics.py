@@ -11,10 +11,11 @@ from collections.abc import Callable
 import numpy as np
 
 from moebench.hookspecs import hookimpl
-from moebench.step import PREFILL
+from moebench.step import PREFILL, VERIFY
 from moebench.units import GB, MIB
 
 P99_MINIMUM = 100
+UNDRAFTED = "nothing was drafted"
 
 
 class Metrics:
@@ -26,6 +27,8 @@ class Metrics:
         self.step_s = array("d")  # duration of each counted decode step
         self.token_s = array("d")  # duration per token of one sequence
         self.seen = self.tokens = self.steps = 0
+        self.rounds = self.verified = 0  # passes, counted for each sequence, and rows in them
+        self.drafts = False
         self.requests = self.hits = self.late = self.demand_reads = self.prefetch_reads = self.evictions = 0
         self.bytes = self.read_bytes = self.storage_requests = 0
         self.stall_s = self.harness_s = 0.0
@@ -57,6 +60,12 @@ class Metrics:
         self.step_s.append(duration)
         active = 1 if step.rows == 1 else len(set(step.sequence[step.valid].tolist()))
         self.token_s.append(duration * active / max(1, step.emits))
+        self.rounds += active
+        if step.phase == VERIFY:
+            self.drafts = True
+            self.verified += int(step.valid.sum())
+        else:
+            self.verified += step.emits
         self.requests += sum(record.requests)
         self.hits += sum(record.hits)
         self.late += sum(record.late)
@@ -103,6 +112,8 @@ class Metrics:
             "storage_requests_per_token": (self.storage_requests / tokens, "", tokens),
             "stall_ms_per_token": (self.stall_s / tokens * 1e3, "", tokens),
             "effective_gb_s": (self.bytes / elapsed / GB if elapsed else None, "no time passed", tokens),
+            "accepted_per_round": (tokens / self.rounds if self.drafts else None, UNDRAFTED, self.rounds),
+            "verified_per_token": (self.verified / tokens if self.drafts else None, UNDRAFTED, tokens),
         }
 
     def _ttft(self) -> tuple[float | None, str, int]:
@@ -124,4 +135,6 @@ NAMES = (
     "storage_requests_per_token",
     "stall_ms_per_token",
     "effective_gb_s",
+    "accepted_per_round",
+    "verified_per_token",
 )

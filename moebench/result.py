@@ -42,6 +42,8 @@ METRICS: dict[str, tuple[str, bool | None]] = {
     "storage_requests_per_token": ("1/token", False),
     "stall_ms_per_token": ("ms/token", False),
     "effective_gb_s": ("GB/s", None),
+    "accepted_per_round": ("token/round", True),
+    "verified_per_token": ("row/token", False),
     "token_agreement": ("fraction", True),
     "quality_delta": ("points", True),
 }

@@ -17,7 +17,8 @@ from moebench.geometry import Geometry
 if TYPE_CHECKING:
     import numpy as np
 
-    from moebench.backends.base import Adapters, Ops
+    from moebench.backends.base import Adapters, Drafter, Ops
+    from moebench.draft import Acceptance
     from moebench.trace.format import Trace
 
 FIDELITIES = ("exact", "advisory", "altered")
@@ -49,8 +50,11 @@ class Equipment:
     """What a system brings to a run besides its code: fitted files and what follows from them.
 
     ``held_bytes`` is booked in the ledger, by category; ``adapters`` are served by the backend; ``top_k`` experts run
-    per token and layer where that is not the model's own number; ``assumptions`` are printed with the row, ``files``
-    (name -> hash) stand in its protocol; ``content`` is the system's own.
+    per token and layer where that is not the model's own number; ``draft`` is the folder of a dense model of the same
+    vocabulary, which a live run loads, books and hands to the system as ``RunContext.drafter``; ``acceptance`` says how
+    deep drafts hold in a replay of a trace that has none (there the system books what its draft model would hold);
+    ``assumptions`` are printed with the row, ``files`` (name -> hash) stand in its protocol; ``content`` is the
+    system's own.
     """
 
     held_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -59,6 +63,8 @@ class Equipment:
     assumptions: tuple[str, ...] = ()
     files: Mapping[str, str] = field(default_factory=dict)
     content: Any = None
+    draft: str | Path | None = None
+    acceptance: Acceptance | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +74,7 @@ class RunContext:
     ``slots`` counts the experts that the fastest tier holds, ``scope`` is ``shared`` or ``per_layer``, ``batch`` the
     sequences that run together. ``future`` is given to oracles only: the demands to come, as (layer, keys) in the order
     of the loop. ``ops`` is the backend's arithmetic where a model computes; ``equipment`` is what the system's own
-    ``equip`` returned.
+    ``equip`` returned, ``drafter`` the model that its ``draft`` names, where a model computes.
     """
 
     geometry: Geometry
@@ -79,6 +85,7 @@ class RunContext:
     batch: int = 1
     ops: Ops | None = None
     equipment: Equipment = field(default_factory=Equipment)
+    drafter: Drafter | None = None
 
 
 @dataclass(frozen=True)
@@ -119,13 +126,15 @@ class Handling:
     ``late_eviction``: the reads of a demand are issued before its victims are chosen, into host slots, or on one memory
     into a slot of each pool that is kept free. ``pool``: so many transfers into the fastest tier at a time at most, the
     buffers that they pin; 0 for no bound. ``whole_reads``: an expert's piece is one storage request, not cut into
-    blocks between which demand overtakes a prefetch. ``host_cache``: host slots keep experts; without it they are
+    blocks between which demand overtakes a prefetch. ``wave``: so many missing experts of a demand at a time at most,
+    those after them when these were computed; 0 for as many as the slots hold. ``host_cache``: host slots keep experts; without it they are
     landing places. ``on_host``: experts may be computed on the host's own processor. ``matrices``: cache slots hold
     single matrices, not whole experts (in replay only).
     """
 
     late_eviction: bool = False
     pool: int = 0
+    wave: int = 0
     whole_reads: bool = False
     host_cache: bool = True
     on_host: bool = False

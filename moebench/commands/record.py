@@ -1,7 +1,8 @@
 """``moebench trace record``: run prompts through a model that computes and keep what its router chose.
 
 Experts are read from a pack one by one: no cache, no clock. The model's own routing runs, or that of a system which
-replaces it; then the trace holds both, what the router said at that point and what was executed ahead of it.
+replaces it; then the trace holds both, what the router said at that point and what was executed ahead of it. Of a
+system that drafts it holds the accepted tokens, as of plain decoding, and the drafts beside them.
 """
 
 from __future__ import annotations
@@ -131,10 +132,12 @@ class RecordingExperts:
         numbered = dataclasses.replace(step, sequence=step.sequence + self.request)
         self.recorder.add_step(numbered, self.native, self._channels(self.system) if self.system else None)
 
-    def _channels(self, system: RecordedSystem) -> dict[str, np.ndarray]:
-        """What the system says it predicted, else what it routed ahead."""
+    def _channels(self, system: RecordedSystem) -> dict[str, np.ndarray] | None:
+        """What the system says it predicted, else what it routed ahead; drafts are kept with the step itself."""
         said = self.hooks.predicted(self.step) if self.hooks.predicted is not None else None
         if said is None:
+            if self.hooks.draft is not None:
+                return None
             return {f"predicted.{system.name}": self._ahead(system)}
         return {f"predicted.{name}": np.asarray(ids, np.int16) for name, ids in said.items()}
 
@@ -215,14 +218,17 @@ def training_trace(
 
 def prepared(spec: SystemSpec, knobs: Any, name: str, live: Any, backend: Any, seed: int) -> RecordedSystem:
     """The system as a session would build it, with room for every expert."""
+    from moebench.harness.assets import with_drafter
+
     known = (live.pack.manifest.model["weights_hash"], live.config, backend.selection_bias())
     target = Target(name, live.geometry, *known)
     equipment = spec.equip(knobs, target)
     backend.adapt(equipment.adapters)
     geometry = dataclasses.replace(live.geometry, top_k=equipment.top_k or live.geometry.top_k)
-    run = RunContext(geometry, geometry.keys, spec.scope, seed, ops=backend.ops, equipment=equipment)
+    drafter = with_drafter(live, backend, equipment.draft).drafter
+    run = RunContext(geometry, geometry.keys, spec.scope, seed, ops=backend.ops, equipment=equipment, drafter=drafter)
     hooks: Any = Hooks([spec.make(knobs, run)])
-    if hooks.route is None:
+    if hooks.route is None and hooks.draft is None:
         raise UsageError(f"system={spec.id} executes the model's own routing; leave it out to record that")
     hooks.prepare(run)
     return RecordedSystem(spec.id, hooks, geometry)

@@ -5,17 +5,19 @@ Both run steps through ``Experts``; nothing else repeats the order begin, layers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from moebench.backends.base import Backend
-from moebench.draft import Draft
+from moebench.draft import Acceptance, Draft
 from moebench.engine.acquire import Experts
 from moebench.engine.speculate import Rounds
+from moebench.engine.windows import replay_steps, round_steps
 from moebench.errors import UsageError
 from moebench.step import DECODE, PREFILL, Routing, Step
+from moebench.trace.drafts import Recorded, Surrogate, draft_source
 from moebench.trace.format import Trace
 
 Sampler = Callable[[np.ndarray], np.ndarray]
@@ -127,49 +129,37 @@ class Loop:
         return logits, valid.sum(1)
 
 
-def replay_steps(trace: Trace, batch: int, chunk: int) -> Iterator[tuple[Step, np.ndarray, np.ndarray | None]]:
-    """Steps of a trace: ``batch`` sequences at a time, prompts in chunks, then one token each; with row numbers.
+def replay(
+    trace: Trace,
+    experts: Experts,
+    batch: int = 1,
+    chunk: int = 32,
+    acceptance: Acceptance | None = None,
+    seed: int = 0,
+) -> None:
+    """Run a whole trace through the loop: native routing from the trace, experts acquired but not computed on.
 
-    Yields (step, trace rows int [N], the numbers of all its sequences where a new group of requests begins, else None).
+    A system that drafts goes on in rounds: by the trace's own drafts or, without them, by ``acceptance``, drawn by
+    ``seed``.
     """
-    index = 0
-    starts = np.flatnonzero(np.diff(trace.sequence, prepend=trace.sequence[0] - 1))
-    ends = np.append(starts[1:], len(trace.sequence))
-    for first in range(0, len(starts), batch):
-        spans = [
-            np.arange(a, b) for a, b in zip(starts[first : first + batch], ends[first : first + batch], strict=True)
-        ]
-        new: np.ndarray | None = trace.sequence[[span[0] for span in spans]]
-        prompts = [s[trace.phase[s] == PREFILL] for s in spans]
-        longest = max(map(len, prompts))
-        for at in range(0, longest, chunk):
-            rows = np.concatenate([p[at : at + chunk] for p in prompts])
-            done = sum(at < len(p) <= at + chunk for p in prompts)
-            yield _trace_step(trace, index, PREFILL, rows, done), rows, new
-            index, new = index + 1, None
-        decodes = [s[trace.phase[s] != PREFILL] for s in spans]
-        for at in range(max(map(len, decodes))):
-            rows = np.array([d[at] for d in decodes if at < len(d)])
-            yield _trace_step(trace, index, DECODE, rows, len(rows)), rows, new
-            index, new = index + 1, None
-
-
-def _trace_step(trace: Trace, index: int, phase: int, rows: np.ndarray, emits: int) -> Step:
-    return Step(index, phase, trace.sequence[rows], trace.position[rows], np.ones(len(rows), bool), emits)
-
-
-def replay(trace: Trace, experts: Experts, batch: int = 1, chunk: int = 32) -> None:
-    """Run a whole trace through the loop: native routing from the trace, experts acquired but not computed on."""
-    layers = range(experts.geometry.layers)
-    for step, rows, new in replay_steps(trace, batch, chunk):
+    hooks, layers = experts.hooks, range(experts.geometry.layers)
+    if hooks.draft is None:
+        source: Trace | Surrogate | Recorded = trace
+        steps = ((*found, None) for found in replay_steps(trace, batch, chunk))
+    else:
+        source = draft_source(trace, acceptance, seed)
+        steps = round_steps(trace, batch, chunk, source, hooks.prune, experts.view)
+    for step, rows, new, stand in steps:
         if new is not None:
             experts.begin_request(new)
-        ids = trace.experts[rows]
-        weights = None if trace.weights is None else trace.weights[rows]
+        ids = source.experts[rows]
+        weights = None if source.weights is None else source.weights[rows]
         experts.begin(step)
         for layer in layers:
             native = Routing(ids[:, layer], None if weights is None else weights[:, layer])
             for _ in experts.serve(layer, None, native)[1]:
                 pass
+        if stand is not None:
+            step.settle(stand)
         experts.end()
     experts.drain()

@@ -6,7 +6,7 @@ drafter, no cache and no clock.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -21,15 +21,19 @@ if TYPE_CHECKING:
     from moebench.engine.loop import Loop
 
 
-def pruned(draft: Draft, levels: int, prune, view) -> Draft:
-    """What of ``draft`` is verified: nodes no deeper than ``levels``, of those what the hook ``prune`` keeps."""
-    draft = draft.keep(draft.depth <= levels)
-    if prune is None or not len(draft) or (mask := prune(draft, view)) is None:
-        return draft
+def verified(draft: Draft, levels: int, prune: Callable | None, view: object) -> np.ndarray:
+    """bool [n]: nodes that are no deeper than ``levels`` and, of those, kept by the hook ``prune``."""
+    mask = draft.depth <= levels
+    if prune is None or not mask.any():
+        return mask
     try:
-        return draft.keep(np.asarray(mask))
+        within = draft.keep(mask)
+        if (kept := prune(within, view)) is not None:
+            within.keep(kept)  # refuses what is no tree
+            mask[mask] = kept
     except ValueError as error:
         raise PluginError(f"prune: {error}") from None
+    return mask
 
 
 def right_path(draft: Draft, choices: np.ndarray) -> list[int]:
@@ -111,7 +115,7 @@ class Rounds:
         draft = self.hooks.draft(sequence, np.array(text.ids, np.int64), self.view)
         if draft is None:
             return NOTHING
-        draft = pruned(draft, text.left - 1, self.hooks.prune, self.view)
+        draft = draft.keep(verified(draft, text.left - 1, self.hooks.prune, self.view))
         if not (draft.is_chain or self.loop.backend.trees):
             raise UsageError("this model has layers that carry state: it verifies chains, and a tree was drafted")
         if len(draft) and not (draft.tokens.min() >= 0 and draft.tokens.max() < self.vocabulary):

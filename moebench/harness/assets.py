@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,13 @@ from moebench.store.pack import MANIFEST, Pack, file_hash
 
 @dataclass(frozen=True)
 class LiveModel:
-    """A model folder with its pack: everything but loaded tensors."""
+    """A model folder with its pack: everything but loaded tensors. ``drafter`` is a model that drafts for it."""
 
     folder: Path
     pack: Pack
     geometry: Geometry
     tokenizer: Any
+    drafter: Any = None
 
     @property
     def config(self) -> dict[str, Any]:
@@ -39,9 +40,17 @@ class LiveModel:
 
 def load_live(folder: Path, name: str, quant: str, layout: str, order: str = "", codec: str = "none") -> LiveModel:
     """Open the pack of a model folder, making it first if this machine has none; raises one clear line on failure."""
-    from transformers import AutoTokenizer
-
     from moebench.backends.torch_source import geometry_of
+
+    tokenizer = load_tokenizer(folder)
+    pack = ensure_pack(folder, name, quant, layout, order, codec)
+    config = pack.manifest.model["config"]
+    return LiveModel(folder, pack, geometry_of(config, name, quant), tokenizer)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model folder."""
+    from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -49,9 +58,21 @@ def load_live(folder: Path, name: str, quant: str, layout: str, order: str = "",
             raise ValueError("it has no vocabulary; is tokenizer.json missing?")
     except Exception as error:  # transformers raises whatever a damaged file leads it to
         raise MoebenchError(f"cannot load the tokenizer at {folder}: {' '.join(str(error).split())[:200]}") from None
-    pack = ensure_pack(folder, name, quant, layout, order, codec)
-    config = pack.manifest.model["config"]
-    return LiveModel(folder, pack, geometry_of(config, name, quant), tokenizer)
+    return tokenizer
+
+
+def with_drafter(model: LiveModel, backend: Any, folder: str | Path | None) -> LiveModel:
+    """``model`` with the dense model of ``folder`` (None: without) to draft for it; both must name tokens alike."""
+    if folder is None:
+        return model
+    own, other = model.tokenizer.get_vocab(), load_tokenizer(Path(folder)).get_vocab()
+    if own != other:
+        token = next((t for t in own if other.get(t) != own[t]), None) or next(t for t in other if t not in own)
+        raise UsageError(
+            f"draft model {folder} has another vocabulary than {model.folder}: token {token!r} is {other.get(token)} "
+            f"there and {own.get(token)} here"
+        )
+    return replace(model, drafter=backend.drafter(folder))
 
 
 def ensure_pack(folder: Path, name: str, quant: str, layout: str, order: str = "", codec: str = "none") -> Pack:

@@ -16,8 +16,9 @@ from moebench.config import RunConfig
 from moebench.engine.loop import Loop, replay
 from moebench.errors import UsageError
 from moebench.harness import environment, figures
-from moebench.harness.assets import LiveModel, load_live, read_prompts, text_hash
+from moebench.harness.assets import LiveModel, load_live, read_prompts, text_hash, with_drafter
 from moebench.harness.costs import coded_bytes
+from moebench.harness.matrices import by_matrix
 from moebench.harness.plan import Cell
 from moebench.harness.rows import run_row
 from moebench.harness.session import Session, open_session
@@ -26,6 +27,7 @@ from moebench.plugins import Registry
 from moebench.result import Metric, Row, metric
 from moebench.step import PREFILL
 from moebench.systemspec import Equipment, SystemSpec, Target
+from moebench.trace.drafts import has_drafts
 from moebench.trace.format import Trace
 
 Progress = Callable[[str], None]
@@ -78,6 +80,8 @@ def _replay(cell: Cell, registry: Registry, progress: Progress) -> Row:
     config, geometry = cell.config, cell.geometry
     progress(f"trace of {geometry.name}")
     trace = load_trace(cell)
+    if cell.spec.handling(config.knobs).matrices:
+        geometry, trace = by_matrix(geometry, trace, config.layout, config.codec)
     pack = None
     if cell.clock == "wall":
         from moebench.harness.random_pack import random_pack
@@ -99,7 +103,8 @@ def _replay(cell: Cell, registry: Registry, progress: Progress) -> Row:
         )  # fmt: skip
         try:
             progress(f"{cell.spec.id} on {cell.profile.id}: {len(trace.sequence)} tokens of {geometry.name}")
-            replay(trace, session.experts, config.workload.batch, config.chunk)
+            follow = (config.workload.batch, config.chunk, equipment.acceptance, config.seed)
+            replay(trace, session.experts, *follow)
         finally:
             session.close()
         runs.append(session)
@@ -119,6 +124,8 @@ def _replay(cell: Cell, registry: Registry, progress: Progress) -> Row:
     if "generator" in trace.metadata:
         assumptions.append(f"assumed: routing from a synthetic trace ({trace.metadata['source']})")
     assumptions += [*_narrowed(geometry.top_k, equipment), *equipment.assumptions]
+    if equipment.acceptance is not None and not has_drafts(trace):
+        assumptions.append(equipment.acceptance.assumption())
     if trace.top_k != geometry.top_k:
         assumptions.append(f"assumed: routing of {trace.top_k} experts a token for a model of {geometry.top_k}")
     if config.codec != "none" and pack is None:
@@ -178,6 +185,7 @@ def _live(cell: Cell, registry: Registry, progress: Progress) -> Row:
         raise UsageError(f"a prompt of {config.workload.path} is empty: it has no tokens")
     batches = [ids[i : i + config.workload.batch] for i in range(0, len(ids), config.workload.batch)]
     equipment = _equip(cell, model, backend)
+    model = with_drafter(model, backend, equipment.draft)
     stop = model.tokenizer.eos_token_id
     context = max(map(len, ids)) + config.workload.new_tokens
 
@@ -262,7 +270,7 @@ class _sessions:
             dense_bits=16.0, kv_bytes=self.backend.kv_bytes, future=future, observers=observers,
             warmup_tokens=self.warmup, batch=self.cell.config.workload.batch, context=self.context,
             longest_prompt=self.context - self.cell.config.workload.new_tokens, equipment=self.equipment,
-            ops=self.backend.ops,
+            ops=self.backend.ops, drafter=self.model.drafter,
         )  # fmt: skip
         self.opened.append(session)
         return session

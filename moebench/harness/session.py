@@ -12,7 +12,7 @@ from moebench.engine.hooks import Hooks
 from moebench.engine.movement import Rules
 from moebench.geometry import Geometry
 from moebench.harness import costs as cost_model
-from moebench.harness.memory import StateWatch, make_tiers, size, staging_slots
+from moebench.harness.memory import StateWatch, make_tiers, require_tiers, size, staging_slots
 from moebench.harness.plan import Cell
 from moebench.metrics import Metrics
 from moebench.residency.ledger import Ledger
@@ -57,28 +57,38 @@ def open_session(
     longest_prompt: int = 1,
     equipment: Equipment | None = None,
     ops: Any = None,
+    drafter: Any = None,
 ) -> Session:
     """Size, book and connect everything. ``pack`` is None on runs that move no bytes; ``context`` is the longest
     sequence and ``longest_prompt`` the longest prompt, both in tokens; 0 on runs in which nothing computes.
-    ``equipment`` is what the system brings, ``ops`` the arithmetic of a backend that computes.
+    ``equipment`` is what the system brings, ``ops`` the arithmetic of a backend that computes, ``drafter`` a model that
+    drafts for it.
     """
     equipment = equipment or Equipment()
+    held = dict(equipment.held_bytes)
+    if drafter is not None:
+        drafter.reset(batch)
+        remembered = batch * context * drafter.kv_bytes_per_token
+        held["draft"] = held.get("draft", 0) + drafter.held_bytes + remembered
     geometry = replace(geometry, top_k=equipment.top_k or geometry.top_k)
     config, spec, profile = cell.config, cell.spec, cell.profile
     real = pack is not None
-    slot_bytes = pack.slot_bytes if real else geometry.slot_bytes
     handling = spec.handling(config.knobs)
+    # A CPU box has one memory: it has two tiers only where the run splits it.
+    two = config.device_budget != "auto" or not (profile.unified or cell.clock == "wall")
+    require_tiers(spec.id, handling, two, config.codec)
     cuts_reads = cell.engine in ("mmap", "pread", "direct")
-    options = {"block_bytes": 0} if handling.whole_reads and cuts_reads else {}
+    options: dict[str, Any] = {"block_bytes": 0} if handling.whole_reads and cuts_reads else {}
+    if real and pack.coded and two:  # the host keeps what is stored, the way up decodes
+        options["coded"] = True
     engine = registry.engine(cell.engine)(pack, **options) if real else None
     try:
+        slot_bytes = max(pack.slot_bytes, engine.buffer_bytes) if real else geometry.slot_bytes
         staging = engine.staging_bytes if engine is not None else 0
         ledger = Ledger(None if config.memory is None else parse_bytes(config.memory, "memory"))
         activations = _activation_bytes(geometry, min(config.chunk, longest_prompt), batch) if longest_prompt else 0
         state = batch * (context * geometry.kv_bytes_per_token + geometry.fixed_state_bytes)
-        fixed = dense_bytes + activations + state + sum(equipment.held_bytes.values())
-        # A CPU box has one memory: it has two tiers only where the run splits it.
-        two = config.device_budget != "auto" or not (profile.unified or cell.clock == "wall")
+        fixed = dense_bytes + activations + state + sum(held.values())
         sizes = size(
             geometry, slot_bytes, spec, config.budget, config.scope, profile, staging, fixed, 1 + two,
             config.device_budget, handling,
@@ -86,7 +96,7 @@ def open_session(
         ledger.book("dense", dense_bytes)
         ledger.book("activations", activations)
         ledger.book("staging", staging)
-        for category, nbytes in equipment.held_bytes.items():
+        for category, nbytes in held.items():
             ledger.book(category, nbytes)
         tiers = make_tiers(geometry, slot_bytes, sizes, config.scope, real, ledger)
         ledger.set("kv", state)  # what it will grow to must fit too
@@ -129,7 +139,7 @@ def open_session(
             engine.close()
         raise
     foreseen = future if spec.foresees(config.knobs) else None
-    run = RunContext(geometry, sizes.device, config.scope, config.seed, foreseen, batch, ops, equipment)
+    run = RunContext(geometry, sizes.device, config.scope, config.seed, foreseen, batch, ops, equipment, drafter)
     metrics = Metrics(warmup_tokens, lambda: (timeline.storage_bytes, timeline.storage_requests))
     watch = StateWatch(ledger, geometry, kv_bytes)
     try:
@@ -137,6 +147,7 @@ def open_session(
         rules = Rules(
             keep_evicted=handling.host_cache and sizes.host > max(staging_slots(geometry), handling.pool),
             keep_landed=handling.host_cache, late_eviction=handling.late_eviction, pool=handling.pool,
+            wave=handling.wave,
         )  # fmt: skip
         experts = Experts(geometry, tiers, timeline, hooks, rules, places, scratch)
         if isinstance(timeline, VirtualTimeline):

@@ -35,9 +35,12 @@ HEADINGS = {
     "storage_requests_per_token": "requests/token",
     "stall_ms_per_token": "stall ms/token",
     "effective_gb_s": "effective GB/s",
+    "accepted_per_round": "accepted/round",
+    "verified_per_token": "verified/token",
     "token_agreement": "token agreement",
     "quality_delta": "quality delta pt",
 }
+OF_DRAFTS = ("accepted_per_round", "verified_per_token")  # lines that only appear where something drafts
 LABELS = ("system", "fidelity", "model", "workload")
 
 
@@ -48,6 +51,7 @@ def print_table(rows: Sequence[Row], stream: TextIO, width: int | None = None) -
         console.print("no rows")
         return
     names = [name for name in METRICS if any(name in row.metrics for row in rows)]
+    names = [name for name in names if name not in OF_DRAFTS or any(_has(row, name) for row in rows)]
     labels = [label for label in LABELS if label == "system" or len({_label(row, label) for row in rows}) > 1]
     common = [f"{label} {_label(rows[0], label)}" for label in ("hw", *LABELS) if label not in labels]
     console.print(Text("   ".join(common)))
@@ -80,6 +84,10 @@ def cell(row: Row, name: str) -> str:
     if metric is None or metric.value is None:
         return "-"
     return f"{number(metric.value)} {MARKS[str(metric.provenance)]}"
+
+
+def _has(row: Row, name: str) -> bool:
+    return name in row.metrics and row.metrics[name].value is not None
 
 
 def _label(row: Row, label: str) -> str:
