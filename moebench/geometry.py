@@ -29,7 +29,8 @@ class Geometry:
     ``other_parameters`` counts what is neither a routed expert nor a shared expert: embeddings, attention, routers,
     norms. ``kv_bytes_per_token`` is the state that grows with context, over all layers; ``fixed_state_bytes`` the state
     that does not (recurrent and convolution states).
-    ``tied``: input embedding and head are one matrix. Shared experts are always resident and count as dense weights.
+    ``matrices`` of [intermediate, hidden] make an expert: gate, up and down, or a single one where that is the unit of
+    caching. ``tied``: input embedding and head are one matrix. Shared experts are always resident and count as dense weights.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Geometry:
     fixed_state_bytes: int = 0
     vocabulary: int = 0
     tied: bool = False
+    matrices: int = 3
     sources: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -57,6 +59,8 @@ class Geometry:
                 raise GeometryError(f"geometry {self.name}: {name} must be at least 1, got {getattr(self, name)}")
         if self.top_k > self.experts:
             raise GeometryError(f"geometry {self.name}: top_k {self.top_k} exceeds experts {self.experts}")
+        if self.matrices not in (1, 3):
+            raise GeometryError(f"geometry {self.name}: matrices must be 3, or 1 for a single one, got {self.matrices}")
         if self.quant not in QUANT_BITS:
             raise GeometryError(f"geometry {self.name}: quant {self.quant!r} is not one of {', '.join(QUANT_BITS)}")
 
@@ -72,12 +76,13 @@ class Geometry:
     @property
     def expert_parameters(self) -> int:
         """Gate, up and down projections of one routed expert: 3 * hidden * intermediate."""
-        return 3 * self.hidden * self.intermediate
+        return self.matrices * self.hidden * self.intermediate
 
     @property
     def expert_bytes(self) -> int:
         """Bytes of one routed expert on storage: parameters * bits per weight / 8, plus the row scales of int8."""
-        rows = 2 * (2 * self.intermediate + self.hidden) if self.quant == "int8" else 0
+        scales = 2 * self.intermediate + self.hidden if self.matrices == 3 else self.intermediate
+        rows = 2 * scales if self.quant == "int8" else 0
         return int(self.expert_parameters * self.bits_per_weight / 8) + rows
 
     @property

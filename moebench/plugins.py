@@ -31,6 +31,7 @@ BUILTIN = (
     "moebench.systems.flashmoe",
     "moebench.systems.moe_infinity",
     "moebench.systems.specprefetch",
+    "moebench.systems.ssd_llama",
     "moebench.store.builtin",
 )
 REGISTRY_HOOKS = ("register_systems", "register_hardware", "register_models", "register_io")

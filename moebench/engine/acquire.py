@@ -218,16 +218,17 @@ class Experts(ReadAhead):
         return group
 
     def _waves(self, layer: int, keys: list[int], ready: list[bool]) -> list[list[int]]:
-        """Split a demand that exceeds the layer's slots: what is resident first, then as many as fit at a time."""
+        """Split a demand that exceeds the layer's slots, or what may be missing at a time: what is resident first."""
         fit = self.device.group_slots
         if self.host is not None:
             fit = min(fit, self.host.group_slots)
-        if len(keys) <= fit:
+        missing = min(fit, self.rules.wave or fit)
+        if len(keys) <= fit and len(keys) - sum(ready) <= missing:
             return [keys]
         first = [k for k, r in zip(keys, ready, strict=True) if r]
         rest = [k for k, r in zip(keys, ready, strict=True) if not r]
         waves = [first] if first else []
-        return waves + [rest[i : i + fit] for i in range(0, len(rest), fit)]
+        return waves + [rest[i : i + missing] for i in range(0, len(rest), missing)]
 
     def _start(self, layer: int, wave: list[int]) -> list[int]:
         """Make every expert of the wave leased or in flight; returns those that had to be waited for, in that order."""

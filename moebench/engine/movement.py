@@ -34,6 +34,7 @@ class Rules:
     With two tiers every read lands in a host slot and is copied up, so that the host slots are staging area and, with
     ``keep_evicted``, victim cache in one; without ``keep_landed`` a host slot is free as soon as it was copied up.
     ``pool``: at most so many transfers into the device tier at a time, the buffers that they pin; 0 for no bound.
+    ``wave``: at most so many missing experts of a demand at a time, so that they need no more slots; 0 for no bound.
     ``late_eviction``: the reads of a demand are issued before its victims are asked for.
     """
 
@@ -41,6 +42,7 @@ class Rules:
     keep_landed: bool = True
     late_eviction: bool = False
     pool: int = 0
+    wave: int = 0
 
 
 class Movement:

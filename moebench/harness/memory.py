@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moebench.budget import parse_budget
+from moebench.errors import UsageError
 from moebench.geometry import Geometry
 from moebench.hardware import HardwareProfile
 from moebench.hookspecs import hookimpl
@@ -32,6 +33,16 @@ class Sizes:
 def staging_slots(geometry: Geometry) -> int:
     """Host slots that only serve as landing place of reads; a host tier beyond them is a cache."""
     return max(STAGING_SLOTS, 2 * geometry.top_k)
+
+
+def require_tiers(system: str, handling: Handling, two: bool, codec: str) -> None:
+    """Refuse a handling that the tiers of a run give no meaning."""
+    if not two and (handling.on_host or not handling.host_cache):
+        raise UsageError(
+            f"{system}: these options are about a host tier, and this run has one memory; device_budget= splits it"
+        )
+    if handling.on_host and codec != "none":
+        raise UsageError(f"{system}: experts lie compressed in host memory, nothing computes there; use codec=none")
 
 
 def size(

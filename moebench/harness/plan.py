@@ -108,6 +108,8 @@ def plan(config: RunConfig, registry: Registry) -> list[Cell]:
         valid = [EMBEDDED, "auto", *registry.models]
         raise unknown("model", config.model, valid, "; or a folder with config.json and safetensors")
     for cell in cells:
+        if cell.live and spec.handling(config.knobs).matrices:
+            raise UsageError(f"{spec.id}: slots of single matrices are for replays; choose a geometry with model=NAME")
         if config.workload.kind == "prompts" and not cell.live and config.model != "auto":
             raise UsageError(
                 f"workload=prompts needs a model that computes; {cell.model} is a geometry, use workload=synthetic"

@@ -44,4 +44,5 @@ def random_pack(geometry: Geometry, layout: str, codec: str, progress: Callable[
         QuantSpec(geometry.quant, geometry.group),
         layout=layout,
         codec=codec,
+        matrices=geometry.matrices,
     )

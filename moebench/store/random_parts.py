@@ -22,15 +22,15 @@ ENTRIES = 1 << 16  # of the table that turns 16 random bits into an element
 
 
 class RandomParts:
-    """Draws experts of matrices [intermediate, hidden] (gate, up) and [hidden, intermediate] (down).
+    """Draws experts of matrices [intermediate, hidden] (gate, up) and [hidden, intermediate] (down), or the first alone.
 
     Raises ``StoreError`` where a matrix cannot be quantised: int4 needs columns in multiples of the group.
     """
 
-    def __init__(self, hidden: int, intermediate: int, quant: QuantSpec) -> None:
-        self._specs = random_specs(hidden, intermediate, quant)
+    def __init__(self, hidden: int, intermediate: int, quant: QuantSpec, matrices: int = 3) -> None:
+        self._specs = random_specs(hidden, intermediate, quant, matrices)
         self._tables: dict[str, np.ndarray] = {}
-        for name, values, _ in _samples(hidden, intermediate, quant, SAMPLE_ROWS):
+        for name, values, _ in _samples(hidden, intermediate, quant, SAMPLE_ROWS, matrices):
             ordered = np.sort(values, axis=None)
             self._tables[name] = ordered[np.arange(ENTRIES) * ordered.size // ENTRIES]
 
@@ -47,9 +47,9 @@ class RandomParts:
         return parts
 
 
-def random_specs(hidden: int, intermediate: int, quant: QuantSpec) -> tuple[TensorSpec, ...]:
+def random_specs(hidden: int, intermediate: int, quant: QuantSpec, matrices: int = 3) -> tuple[TensorSpec, ...]:
     """Where the parts of such an expert lie in a slot."""
-    shaped = _samples(hidden, intermediate, quant, 1)
+    shaped = _samples(hidden, intermediate, quant, 1, matrices)
     return place_parts({name: np.broadcast_to(values[:1], shape) for name, values, shape in shaped})
 
 
@@ -67,11 +67,11 @@ def coded_bytes(hidden: int, intermediate: int, quant: QuantSpec) -> int:
 
 
 def _samples(
-    hidden: int, intermediate: int, quant: QuantSpec, rows: int
+    hidden: int, intermediate: int, quant: QuantSpec, rows: int, matrices: int = 3
 ) -> Iterator[tuple[str, np.ndarray, tuple[int, ...]]]:
     """Each part's name, its values in ``rows`` rows of Gaussian weights, and its shape in the whole matrix."""
     generator, wide, high = np.random.Generator(np.random.SFC64(0)), (intermediate, hidden), (hidden, intermediate)
-    for matrix, (every, columns) in (("gate_proj", wide), ("up_proj", wide), ("down_proj", high)):
+    for matrix, (every, columns) in (("gate_proj", wide), ("up_proj", wide), ("down_proj", high))[:matrices]:
         weights = generator.standard_normal((rows, columns), np.float32)
         for name, values in PlainLayout().encode(quantize(matrix, weights, quant)).items():
             yield name, values, (every, *values.shape[1:])

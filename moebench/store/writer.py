@@ -98,15 +98,16 @@ def write_random_pack(
     *,
     layout: str = "packed",
     codec: str = "none",
+    matrices: int = 3,
     progress: Progress | None = None,
 ) -> Pack:
     """Write experts of random bytes with the frequencies of Gaussian weights: real I/O of any geometry.
 
-    Each is three matrices [intermediate, hidden] (gate, up) and [hidden, intermediate] (down) under ``quant``; there
-    are no dense weights.
+    Each is three matrices [intermediate, hidden] (gate, up) and [hidden, intermediate] (down) under ``quant``, or with
+    ``matrices`` 1 the first alone; there are no dense weights.
     """
     quant = quant or QuantSpec()
-    draws = RandomParts(hidden, intermediate, quant)
+    draws = RandomParts(hidden, intermediate, quant, matrices)
 
     def encode(layer: int, expert: int) -> Encoded:
         parts = draws.draw(np.random.Generator(np.random.SFC64([seed, layer, expert])))

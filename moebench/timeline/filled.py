@@ -12,7 +12,7 @@ from moebench.store.engines import ReadEngine, StoreError
 from moebench.timeline.base import Ticket
 from moebench.timeline.costs import Costs
 from moebench.timeline.virtual import VirtualTimeline
-from moebench.timeline.wall import move, submit
+from moebench.timeline.wall import Moves, submit
 
 
 class FilledTimeline(VirtualTimeline):
@@ -22,13 +22,14 @@ class FilledTimeline(VirtualTimeline):
         self, costs: Costs, engine: ReadEngine, buffer: Callable[[str, int], np.ndarray], places: Places | None = None
     ) -> None:
         super().__init__(costs, places)
-        self.engine, self.buffer = engine, buffer
+        self.engine, self.buffer, self._moves = engine, buffer, Moves(engine, buffer)
         self._real: dict[Ticket, Callable[[], object]] = {}
 
     def read(
         self, keys: Sequence[int], slots: Sequence[int], tier: str, priority: int, together: Sequence[int] = ()
     ) -> list[Ticket]:
         """Start modeled and real reads."""
+        self._moves.landing(keys)
         tickets = super().read(keys, slots, tier, priority, together)
         for ticket, future in zip(tickets, submit(self.engine, self.buffer, tickets, tier, together), strict=True):
             self._real[ticket] = future.result
@@ -36,12 +37,12 @@ class FilledTimeline(VirtualTimeline):
 
     def copy(self, key: int, source: tuple[str, int], target: tuple[str, int], after: Ticket | None) -> Ticket:
         """Queue a modeled copy; the bytes move when it is waited for."""
-        ticket = super().copy(key, source, target, after)
+        ticket, move = super().copy(key, source, target, after), self._moves.move(key, source, target)
 
         def copied() -> None:
             if after is not None:
                 self._finish(after)
-            move(self.engine, key, self.buffer(*source), self.buffer(*target))
+            move()
 
         self._real[ticket] = copied
         return ticket

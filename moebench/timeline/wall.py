@@ -32,12 +32,34 @@ def submit(
     return futures
 
 
-def move(engine: ReadEngine, key: int, source: np.ndarray, target: np.ndarray) -> None:
-    """Copy an expert from one slot to another; of a tier that keeps what is stored, decode it into the other."""
-    if engine.coded:
-        engine.pack.decode(key, source, target)
-    else:
-        np.copyto(target, source)
+class Moves:
+    """Copies between slots. What an engine that does not decode read into the host lies there as it is stored until it
+    is decoded on its way up; what came down from the device lies there decoded.
+    """
+
+    def __init__(self, engine: ReadEngine, buffer: Callable[[str, int], np.ndarray]) -> None:
+        self._engine, self._buffer = engine, buffer
+        self._stored: set[int] = set()
+
+    def landing(self, keys: Sequence[int]) -> None:
+        """Reads into slots start."""
+        if self._engine.coded:
+            self._stored.update(keys)
+
+    def move(self, key: int, source: tuple[str, int], target: tuple[str, int]) -> Callable[[], None]:
+        """What moves one expert; called when its bytes are there."""
+        up = target[0] == "device"
+        coded = up and key in self._stored
+        if not up:
+            self._stored.discard(key)
+
+        def moved() -> None:
+            if coded:
+                self._engine.pack.decode(key, self._buffer(*source), self._buffer(*target))
+            else:
+                np.copyto(self._buffer(*target), self._buffer(*source))
+
+        return moved
 
 
 class WallTimeline(Timeline):
@@ -46,7 +68,7 @@ class WallTimeline(Timeline):
     clock = "wall"
 
     def __init__(self, engine: ReadEngine, buffer: Callable[[str, int], np.ndarray]) -> None:
-        self.engine, self.buffer = engine, buffer
+        self.engine, self.buffer, self._moves = engine, buffer, Moves(engine, buffer)
         self._origin = time.perf_counter()
         self._copier: ThreadPoolExecutor | None = None
 
@@ -68,6 +90,7 @@ class WallTimeline(Timeline):
         self, keys: Sequence[int], slots: Sequence[int], tier: str, priority: int, together: Sequence[int] = ()
     ) -> list[Ticket]:
         """Submit one read per expert, or one per run, in order."""
+        self._moves.landing(keys)
         now, size = self.now(), self.engine.pack.slot_bytes
         tickets = [Ticket(key, size, slot, priority, now) for key, slot in zip(keys, slots, strict=True)]
         for ticket, future in zip(tickets, submit(self.engine, self.buffer, tickets, tier, together), strict=True):
@@ -79,13 +102,14 @@ class WallTimeline(Timeline):
         if self._copier is None:
             self._copier = ThreadPoolExecutor(1, thread_name_prefix="moebench-copy")
         ticket = Ticket(key, self.engine.pack.expert_bytes, target[1], DEMAND, self.now())
-        ticket.handle = self._copier.submit(self._move, key, source, target, after)
+        ticket.handle = self._copier.submit(self._copy, self._moves.move(key, source, target), after)
         return ticket
 
-    def _move(self, key: int, source: tuple[str, int], target: tuple[str, int], after: Ticket | None) -> None:
+    @staticmethod
+    def _copy(move: Callable[[], None], after: Ticket | None) -> None:
         if after is not None:
             after.handle.result()
-        move(self.engine, key, self.buffer(*source), self.buffer(*target))
+        move()
 
     def is_ready(self, ticket: Ticket) -> bool:
         """Whether the transfer ended; one that failed is for ``wait`` to raise."""

@@ -1,0 +1,86 @@
+"""Who is worth a slot of the device: a score of use count and last use, and what an expert must show to get one.
+
+Array kernels over flat keys. Knows no bytes, no tier and no time but its own count of events.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+
+from moebench.residency.policies import Policy, PolicyError, make_policy
+
+RESOLUTION = 1 << 20  # steps of one doubling of the count
+
+
+class FrequencyRecency(Policy):
+    """log2(uses) + last use / half_life: an expert idle for ``half_life`` tokens is worth half as many uses.
+
+    The order is that of uses * 2^(-age / half_life); the age counts from a moment that all share, so a score changes
+    only when its expert is used. The weights of the paper (arXiv 2609.18110, section 4.2: access count and last use)
+    are not published.
+    """
+
+    OPTIONS: ClassVar[dict[str, Any]] = {"half_life": 64.0}
+
+    def __init__(self, keys, slots, layers, *, seed, pools, half_life):
+        if not half_life > 0:
+            raise PolicyError(f"frequency_recency: half_life must be above 0 tokens, got {half_life}")
+        self.horizon = half_life * layers
+        super().__init__(keys, slots, layers, seed=seed, pools=pools)
+
+    def reset(self):
+        super().reset()
+        self.uses = np.zeros(self.keys, np.int64)
+
+    def _access(self, keys, hits):
+        self.uses[keys] += 1
+        score = np.log2(self.uses[keys]) + self.events / self.horizon
+        self.rank[keys] = np.rint(score * RESOLUTION).astype(np.int64) * self.keys + keys
+
+
+def make_score(name: str, keys: int, slots: int, layers: int, half_life: float) -> Policy:
+    """The policy of ``system.score``: frequency_recency, frequency or recency."""
+    if name == "frequency_recency":
+        return FrequencyRecency(keys, slots, layers, seed=0, pools=1, half_life=half_life)
+    return make_policy({"frequency": "lfu", "recency": "lru"}[name], keys, slots, layers)
+
+
+class Admission:
+    """Which missing experts get a lasting slot of the device; the rest pass through temporary ones.
+
+    ``slots`` less ``temporary`` are lasting. While one is free it goes to the best; after that an expert must have been
+    used ``promote_after`` times and score above what it would push out. ``lasting`` bool [keys]: who may stay at all.
+    """
+
+    def __init__(self, policy: Policy, slots: int, temporary: int, promote_after: int, lasting: np.ndarray) -> None:
+        self.policy, self.lasting, self.promote_after = policy, lasting, promote_after
+        self.capacity = max(0, slots - temporary)
+        self.uses = np.zeros(policy.keys, np.int64)
+        self.kept = np.zeros(policy.keys, bool)
+
+    def used(self, keys: np.ndarray) -> None:
+        """One demand."""
+        self.uses[keys] += 1
+
+    def left(self, victims: np.ndarray) -> None:
+        """Experts gave up their slots on the device."""
+        self.kept[victims] = False
+
+    def earned(self, missing: np.ndarray) -> np.ndarray:
+        """bool per missing key (int64): it stays. The best candidate is held against the worst expert kept."""
+        self.kept[missing] = False  # a transfer of an earlier demand may have failed
+        ranks = self.policy.rank[missing]
+        order = np.flatnonzero(self.lasting[missing])
+        order = order[(-ranks[order]).argsort()]
+        held = np.sort(self.policy.rank[np.flatnonzero(self.kept)])
+        room = self.capacity - len(held)
+        first, rest = order[: max(0, room)], order[max(0, room) :]
+        rest = rest[self.uses[missing[rest]] >= self.promote_after]
+        worst = held[max(0, -room) :][: len(rest)]
+        better = rest[: len(worst)][ranks[rest[: len(worst)]] > worst]
+        keep = np.zeros(len(missing), bool)
+        keep[first] = keep[better] = True
+        self.kept[missing[keep]] = True
+        return keep
