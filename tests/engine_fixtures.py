@@ -25,6 +25,7 @@ def costs(**changes) -> Costs:
         read_bytes=GEOMETRY.slot_bytes, expert_bytes=GEOMETRY.expert_bytes, read_s=read, block_s=5e-4, load_host_s=0.0,
         cached_s=1e-5, page_cache_bytes=0, copy_s=2e-4, copy_back_s=3e-4, copy_latency_s=1e-5,
         dense_layer_s=3e-4, dense_row_s=0.0,
+        request_s=lambda nbytes, depth: nbytes / GEOMETRY.slot_bytes * 1e-3 / min(depth, 4),
         head_s=1e-4, state_byte_s=0.0, expert_s=1e-4, expert_row_s=0.0, layer_floor_s=0.0, host_sync_s=0.0,
     )  # fmt: skip
     return Costs(**{**base, **changes})
@@ -48,12 +49,18 @@ def make_trace(tokens=40, sequences=2, prefill=6, seed=0, geometry=GEOMETRY) -> 
     return Trace(rows, phase, sequence, position, metadata=meta)
 
 
-def make_experts(plugins, slots=20, scope="shared", host=0, timeline=None, geometry=GEOMETRY, keep_evicted=True):
+def make_experts(
+    plugins, slots=20, scope="shared", host=0, timeline=None, geometry=GEOMETRY, keep_evicted=True, scratch=0, **rules
+):
     """An ``Experts`` over tiers without bytes on a virtual clock."""
-    tiers = [Tier("device", slots, geometry.slot_bytes, geometry.layers, geometry.experts, scope)]
-    if host:
-        tiers.append(Tier("host", host, geometry.slot_bytes, geometry.layers, geometry.experts))
-    return Experts(geometry, tiers, timeline or VirtualTimeline(costs()), Hooks(plugins), Rules(keep_evicted and bool(host)))
+
+    def tier(name, count, by="shared"):
+        return Tier(name, count, geometry.slot_bytes, geometry.layers, geometry.experts, by)
+
+    tiers = [tier("device", slots, scope)] + ([tier("host", host)] if host else [])
+    beside = tier("scratch", scratch) if scratch else None
+    timeline, how = timeline or VirtualTimeline(costs()), Rules(keep_evicted and bool(host), **rules)
+    return Experts(geometry, tiers, timeline, Hooks(plugins), how, scratch=beside)
 
 
 def run_context(slots=20, scope="shared", future=None) -> RunContext:
@@ -79,8 +86,8 @@ class Watch:
 
 
 class Adversary:
-    """Does the least helpful legal thing, at random: evicts anything, prefetches anything, refuses admission,
-    shuffles.
+    """Does the least helpful legal thing, at random: evicts anything, prefetches anything, refuses admission, shuffles,
+    groups reads and compute, and computes anywhere.
     """
 
     def __init__(self, seed: int) -> None:
@@ -102,11 +109,22 @@ class Adversary:
         return self.rng.random(len(keys)) < 0.5
 
     @hookimpl
-    def plan_reads(self, keys):
-        return self.rng.permutation(keys).tolist()
+    def plan_reads(self, keys, view):
+        if self.rng.random() < 0.5:
+            return self.rng.permutation(keys).tolist()
+        by_place = np.asarray(keys)[view.position(keys).argsort()]
+        runs = np.split(by_place, np.flatnonzero(self.rng.random(len(keys) - 1) < 0.4) + 1)
+        self.rng.shuffle(runs)
+        return [tuple(run) for run in runs]
+
+    @hookimpl
+    def place(self, keys):
+        return self.rng.random(len(keys)) < 0.5
 
     @hookimpl
     def order_compute(self, ready, pending):
+        if len(ready) > 1 and self.rng.random() < 0.3:
+            return self.rng.permutation(ready)[: self.rng.integers(1, len(ready) + 1)].tolist()
         both = [*ready, *pending]
         return both[self.rng.integers(len(both))]
 

@@ -13,8 +13,8 @@ from moebench.backends.torch_bytes import TorchCpuLayout
 from moebench.backends.torch_source import TransformersSource
 from moebench.engine.acquire import Experts
 from moebench.engine.hooks import Hooks
-from moebench.engine.movement import Rules
 from moebench.engine.loop import Loop, seeded_sampler
+from moebench.engine.movement import Rules
 from moebench.plugins import load_plugins
 from moebench.residency.tier import Tier
 from moebench.store.engines import StoreError, open_engine
@@ -47,7 +47,7 @@ class Lab:
 
     def run(
         self, plugins=(), slots=None, scope="shared", layout="packed", engine="pread", host=0, clock="wall",
-        sampler=None, prompts=PROMPTS, chunk=4, full=False, late=False, **options,
+        sampler=None, prompts=PROMPTS, chunk=4, full=False, late=False, pool=0, keep_landed=True, scratch=0, **options,
     ):  # fmt: skip
         """Tokens and the logits behind each, for one batch of prompts."""
         pack, geometry = self.packs[layout], self.geometry
@@ -59,12 +59,14 @@ class Lab:
             return Tier(name, count, pack.slot_bytes, geometry.layers, geometry.experts, by, arena)
 
         tiers = [tier("device", slots, scope)] + ([tier("host", host, "shared")] if host else [])
-        arenas = {t.name: t for t in tiers}
+        beside = tier("scratch", scratch, "shared") if scratch else None
+        arenas = {t.name: t for t in [*tiers, *([beside] if beside else [])]}
         reader = open_engine(engine, pack, **options)
         make = WallTimeline if clock == "wall" else lambda r, b: FilledTimeline(costs(), r, b)
         timeline = make(reader, lambda name, slot: arenas[name].arena[slot])
         try:
-            experts = Experts(geometry, tiers, timeline, Hooks(list(plugins)), Rules(bool(host), late_eviction=late))
+            rules = Rules(bool(host) and keep_landed, keep_landed, late, pool)
+            experts = Experts(geometry, tiers, timeline, Hooks(list(plugins)), rules, scratch=beside)
             if full:
                 experts.preload()
             loop = Loop(self.backend, experts, chunk)
@@ -120,6 +122,20 @@ def test_an_adversarial_policy_and_shuffled_late_completions(lab, resident, seed
 @pytest.mark.parametrize("host", [3, 9])
 def test_two_tiers_with_real_copies(lab, resident, host, clock):
     check_same(lab.run([Adversary(host)], 6, host=host, clock=clock), resident)
+
+
+@pytest.mark.parametrize("clock", ["wall", "virtual"])
+@pytest.mark.parametrize(("pool", "keep_landed"), [(1, True), (2, False), (0, False)])
+def test_few_buffers_and_a_host_tier_that_keeps_nothing(lab, resident, pool, keep_landed, clock):
+    options = {"engine": "faulty", "delay_s": 0.0005, "reorder": 2} if clock == "wall" else {}
+    run = lab.run([Adversary(pool)], 6, host=4, clock=clock, pool=pool, keep_landed=keep_landed, **options)
+    check_same(run, resident)
+
+
+@pytest.mark.parametrize("clock", ["wall", "virtual"])
+@pytest.mark.parametrize("seed", range(3))
+def test_experts_computed_on_the_host(lab, resident, seed, clock):
+    check_same(lab.run([Adversary(seed)], 5 + seed, host=4, clock=clock, scratch=2), resident)
 
 
 def test_modeled_time_moves_the_same_bytes(lab, resident):

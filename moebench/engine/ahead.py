@@ -25,6 +25,8 @@ class ReadAhead(Movement):
         if wanted is None:
             return
         keys = [k for k in dict.fromkeys(np.asarray(wanted, np.int64).tolist()) if k not in self.device]
+        if self.rules.pool:  # advice gets no buffer that a demand would have to wait for
+            keys = keys[: max(0, self.rules.pool - len(self.in_flight))]
         self._reading_ahead = True
         if self.host is None:
             chosen: list[int] = []

@@ -178,7 +178,7 @@ class Movement:
         device, pool = self.device, self.rules.pool
         while keys:
             now = keys
-            if pool:  # a buffer is used again only when its transfer is complete
+            if pool and len(self.in_flight) + len(keys) > pool:  # a buffer is free when its transfer is complete
                 self._settle()
                 while len(self.in_flight) >= pool:
                     self._await(next(iter(self.in_flight)))

@@ -246,13 +246,12 @@ class VirtualTimeline(Timeline):
         return ticket
 
     def _link(self, ticket: Ticket, earliest: float) -> None:
-        target = self._towards.pop(ticket)
-        costs = self.costs
-        took = (
-            costs.copy_back_s if target != "device" else costs.copy_coded_s if ticket in self._coded else costs.copy_s
-        )
-        start = max(earliest, self._link_free[target])
-        self._link_free[target] = start + took
+        costs, up = self.costs, self._towards.pop(ticket) == "device"
+        way, took = ("device", costs.copy_s) if up else ("host", costs.copy_back_s)
+        if ticket in self._coded:
+            took = costs.copy_coded_s
+        start = max(earliest, self._link_free[way])
+        self._link_free[way] = start + took
         self._arrive(ticket, start + costs.copy_latency_s + took)
 
     # --- waiting ---------------------------------------------------------------------------------------------------
@@ -278,7 +277,7 @@ class VirtualTimeline(Timeline):
         done = self._resolve(ticket)
         if done is None:
             raise AssertionError(f"transfer of key {ticket.key} was lost")
-        stall = max(0.0, done - self._now)
+        stall = max(0.0, done - max(self._now, self._unit_free))  # while experts compute, nothing stands still
         self._now = max(self._now, done)  # not += stall: rounding could leave the clock short of it
         return stall
 
@@ -287,21 +286,21 @@ class VirtualTimeline(Timeline):
     def compute_experts(self, count: int, rows: int, overlap: bool = False) -> None:
         """Each expert streams its weights once, or is bound by its rows' arithmetic.
 
-        On a chip with memory of its own the experts of one call go through two buffers, one filled while the other is
-        computed on; with ``overlap`` the buffers also carry over from one call to the next, and the clock stops where
-        the next copy may begin: a buffer is free as soon as these experts compute.
+        On a chip with memory of its own the experts go part by part through two buffers, one filled while the other is
+        computed on, from one call to the next: a copy begins when the part before it begins to compute, for then the
+        other buffer is free. With ``overlap`` the clock stops where the next copy may begin.
         """
         costs = self.costs
         if not costs.on_chip_s:
             self._now += max(count * costs.expert_s, rows * costs.expert_row_s)
             return
-        copy, compute = self.stage_s(count, rows)
-        if overlap:
-            self._now = max(self._now + copy, self._unit_free)
-            self._unit_free = self._now + compute
-        elif count:
-            one, work = copy / count, compute / count
-            self._now = max(self._now, self._unit_free) + one + (count - 1) * max(one, work) + work
+        if not count:
+            return
+        parts = count * costs.chip_parts
+        copy, compute = (seconds / parts for seconds in self.stage_s(count, rows))
+        last = max(self._now + copy, self._unit_free) + (parts - 1) * max(copy, compute)  # begins to compute
+        self._unit_free = last + compute
+        self._now = last if overlap else self._unit_free
 
     def stage_s(self, count: int, rows: int) -> tuple[float, float]:
         """Copies into the chip at its own rate; arithmetic in whole tiles of rows, equally many for each expert."""
