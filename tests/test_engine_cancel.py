@@ -11,10 +11,10 @@ import pytest
 from engine_fixtures import GEOMETRY, Adversary, Watch, costs, make_experts, make_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from read_fixtures import READERS, Gate, dirty_buffers
 from store_fixtures import SmallSource
 from test_engine_acquire import served
 from test_live_identity import Lab, check_same
-from test_store_engines import READERS, Gate, dirty_buffers
 
 from moebench.hookspecs import hookimpl
 from moebench.store.block_queue import DEMAND, PREFETCH

@@ -9,11 +9,10 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from read_fixtures import ALL, LAYOUTS, PIECES, READERS, WHOLE, Gate, dirty_buffers, make_packs
 from store_fixtures import SmallSource
 
-from moebench.store import engine_threads, uring
+from moebench.store import engine_threads
 from moebench.store.block_queue import DEMAND, PREFETCH
 from moebench.store.engines import ENGINES, StoreError, open_engine
 from moebench.store.layout import QuantSpec
@@ -23,28 +22,10 @@ from moebench.store.plain import PlainLayout
 from moebench.store.writer import write_pack
 from moebench.units import PAGE
 
-LAYOUTS = ("packed", "ordered", "checkpoint")
-READERS = ("mmap", "pread", "direct")  # those with threads
-NO_URING = uring.refusal()
-needs_uring = pytest.mark.skipif(NO_URING is not None, reason=str(NO_URING))
-ALL = [*READERS, pytest.param("uring", marks=needs_uring), "faulty"]
-WHOLE = {"uring": {}, **{name: {"block_bytes": 0} for name in (*READERS, "faulty")}}  # one call a piece
-
 
 @pytest.fixture(scope="module")
 def packs(tmp_path_factory):
-    folder, order = tmp_path_factory.mktemp("packs"), np.random.default_rng(3).permutation(12)
-    return {
-        layout: write_pack(
-            folder / layout,
-            SmallSource(),
-            QuantSpec("int4"),
-            PlainLayout(),
-            layout=layout,
-            order=order if layout == "ordered" else None,
-        )
-        for layout in LAYOUTS
-    }
+    return make_packs(tmp_path_factory.mktemp("packs"))
 
 
 @pytest.fixture
@@ -52,32 +33,7 @@ def pack(packs):
     return packs["packed"]
 
 
-def dirty_buffers(pack, count=None):
-    buffers = [aligned_buffer(pack.slot_bytes) for _ in range(count or pack.keys)]
-    for buffer in buffers:
-        buffer[:] = 0xAA
-    return buffers
-
-
-class Gate:
-    """Replaces an engine's read call: lets calls through one by one and writes down whose they were."""
-
-    def __init__(self, engine):
-        self.engine, self.real = engine, engine._read_at
-        self.log, self.started, self.permits = [], threading.Semaphore(0), threading.Semaphore(0)
-        engine._read_at = self
-
-    def __call__(self, fd, views, offset):
-        self.log.append((offset // self.engine.pack.slot_bytes, offset % self.engine.pack.slot_bytes // PAGE))
-        self.started.release()
-        assert self.permits.acquire(timeout=20)
-        return self.real(fd, views, offset)
-
-    def open(self):
-        self.permits.release(1000)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "rans"])
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(("threads", "block_bytes"), [(1, 1 << 20), (3, PAGE), (2, 0)])
 def test_all_engines_deliver_the_packed_bytes(packs, name, layout, threads, block_bytes):
@@ -92,14 +48,14 @@ def test_all_engines_deliver_the_packed_bytes(packs, name, layout, threads, bloc
         packs["packed"].read(key, expected)
         assert np.array_equal(buffer[: pack.expert_bytes], expected[: pack.expert_bytes])
     stored = sum(pack.manifest.lengths)
+    assert stored == sum(nbytes for key in range(pack.keys) for _, nbytes, _ in pack.segments(key))
     assert sum(counts) >= stored if name in ("direct", "uring") else sum(counts) == stored
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", PIECES)
 @pytest.mark.parametrize("name", ALL)
 def test_storage_is_called_once_an_expert_and_in_scattered_layouts_once_a_piece(packs, name, layout):
-    pack = packs[layout]
-    pieces = 1 if layout != "checkpoint" else len(pack.manifest.tensors)
+    pack, pieces = packs[layout], PIECES[layout]
     with open_engine(name, pack, **WHOLE[name]) as engine:
         for key, buffer in enumerate(dirty_buffers(pack)):
             engine.submit(key, buffer, key % 2).result(timeout=20)
@@ -111,22 +67,6 @@ def test_blocks_are_calls_of_their_own(packs, name):
     with open_engine(name, packs["packed"], block_bytes=PAGE) as engine:
         engine.submit(5, dirty_buffers(engine.pack, 1)[0], DEMAND).result(timeout=20)
         assert engine.calls == 3
-
-
-@pytest.mark.parametrize("block_bytes", [PAGE, 1 << 20])
-def test_direct_reads_need_landing_buffers_only_where_extents_are_unaligned(packs, block_bytes):
-    options = {"threads": 3, "block_bytes": block_bytes}
-    with open_engine("direct", packs["packed"], **options) as engine:
-        assert engine.staging_bytes == 0
-        assert engine.submit(0, dirty_buffers(engine.pack, 1)[0], DEMAND).result() == engine.pack.slot_bytes
-    with open_engine("direct", packs["checkpoint"], **options) as engine:
-        pieces, stored = engine.pack.segments(0), engine.pack.manifest.lengths[0]
-        assert 6 * stored < engine.staging_bytes <= 6 * (stored + 2 * PAGE * len(pieces))
-    with open_engine("direct", packs["checkpoint"], pool=1, **options) as engine:
-        assert stored < engine.staging_bytes <= stored + 2 * PAGE * len(pieces)
-    for name, layout in (("direct", "packed"), ("pread", "checkpoint")):
-        with pytest.raises(StoreError, match=r"pool counts the buffers .* here they land in place"):
-            open_engine(name, packs[layout], pool=1)
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -348,121 +288,3 @@ def test_random_advice_reaches_the_kernel(pack, monkeypatch):
     for wanted in (False, True):
         open_engine("mmap", pack, random_advice=wanted).close()
     assert advice == [engine_mmap.mmap.MADV_NORMAL, engine_mmap.mmap.MADV_RANDOM]
-
-
-def run_of(pack, keys):
-    """These keys as a run: ascending by place on storage; and the bytes of the gaps between them."""
-    keys = sorted(keys, key=lambda key: pack.segments(key)[0].offset)
-    places = [pack.segments(key)[0].offset for key in keys]
-    return keys, places[-1] + pack.slot_bytes - places[0] - len(keys) * pack.slot_bytes
-
-
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("layout", ["packed", "ordered"])
-@settings(max_examples=12)
-@given(chosen=st.sets(st.integers(0, 11), min_size=2), priority=st.sampled_from([DEMAND, PREFETCH]))
-def test_a_run_is_one_call_and_its_gaps_are_counted_and_dropped(packs, name, layout, chosen, priority):
-    pack = packs[layout]
-    keys, gap = run_of(pack, chosen)
-    buffers = dirty_buffers(pack, len(keys))
-    with open_engine(name, pack) as engine:
-        futures = engine.submit_run(keys, buffers, priority)
-        assert sum(future.result(timeout=20) for future in futures) == len(keys) * pack.slot_bytes
-        assert (engine.calls, engine.requests) == (1, len(keys))
-        assert engine.bytes_read == len(keys) * pack.slot_bytes + gap
-        assert (engine.staging_bytes > 0) == (gap > 0)
-        engine.check_integrity()
-    for key, buffer in zip(keys, buffers, strict=True):
-        pack.check(key, buffer)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_run_is_refused_where_it_cannot_be_one_read(packs, name):
-    with open_engine(name, packs["checkpoint"]) as engine:
-        with pytest.raises(StoreError, match="layout checkpoint scatters an expert"):
-            engine.submit_run([0, 1], dirty_buffers(engine.pack, 2), DEMAND)
-        (alone,) = engine.submit_run([1], dirty_buffers(engine.pack, 1), DEMAND)
-        assert alone.result(timeout=20)
-    with open_engine(name, packs["packed"]) as engine:
-        for keys, words in (([4, 3], "must ascend"), ([4, 4], "must ascend"), ([4, 12], "no expert 12")):
-            with pytest.raises(StoreError, match=words):
-                engine.submit_run(keys, dirty_buffers(engine.pack, 2), DEMAND)
-        assert (engine.requests, engine.calls) == (0, 0)
-        engine.check_integrity()
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_run_goes_on_after_short_reads_and_fails_expert_by_expert(tmp_path, name):
-    pack = write_pack(tmp_path / "p", SmallSource(), QuantSpec("int4"), PlainLayout())
-    os.truncate(pack.file_path, pack.slot_bytes * 3 + PAGE)
-    with open_engine(name if name != "mmap" else "pread", pack) as engine:  # a mapping of a file cut off is a SIGBUS
-        futures = engine.submit_run([1, 2, 3], dirty_buffers(pack, 3), DEMAND)
-        for key, future in zip((1, 2, 3), futures, strict=True):
-            with pytest.raises(StoreError, match=rf"layer 0, expert {key}, offset {key * pack.slot_bytes}: short read"):
-                future.result(timeout=20)
-        engine.check_integrity()
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_wrong_hash_fails_one_expert_of_a_run(tmp_path, name):
-    pack = write_pack(tmp_path / "p", SmallSource(), QuantSpec("int4"), PlainLayout())
-    data = bytearray(pack.file_path.read_bytes())
-    data[2 * pack.slot_bytes + 17] ^= 1
-    pack.file_path.write_bytes(data)
-    with open_engine(name, pack) as engine:
-        first, second, third = engine.submit_run([1, 2, 3], dirty_buffers(pack, 3), DEMAND)
-        assert first.result(timeout=20) == third.result(timeout=20) == pack.slot_bytes
-        with pytest.raises(StoreError, match=r"expert 2, .*wrong bytes"):
-            second.result(timeout=20)
-
-
-def test_an_expert_of_a_run_is_not_taken_back_and_promotes_all_of_it(pack):
-    with open_engine("pread", pack, threads=1) as engine:
-        gate, buffers = Gate(engine), dirty_buffers(pack)
-        futures = [engine.submit(0, buffers[0], PREFETCH)]
-        assert gate.started.acquire(timeout=20)
-        futures.append(engine.submit(1, buffers[1], PREFETCH))
-        futures += engine.submit_run([4, 5, 7], [buffers[key] for key in (4, 5, 7)], PREFETCH)
-        assert not engine.cancel(5)
-        engine.promote(7)
-        engine.check_integrity()
-        gate.open()
-        for future in futures:
-            future.result(timeout=20)
-    assert [key for key, _ in gate.log] == [0, 4, 1]
-
-
-def test_a_prefetch_that_holds_the_last_landing_buffer_is_finished_before_the_demand_that_waits_for_it(packs):
-    pack = packs["checkpoint"]
-    with open_engine("direct", pack, threads=1, block_bytes=PAGE, pool=1) as engine:
-        gate, buffers = Gate(engine), dirty_buffers(pack)
-        futures = [engine.submit(0, buffers[0], PREFETCH)]
-        assert gate.started.acquire(timeout=20)
-        futures += [engine.submit(key, buffers[key], DEMAND) for key in (5, 6)]
-        futures.append(engine.submit(1, buffers[1], PREFETCH))
-        engine.check_integrity()
-        gate.open()
-        for key, future in zip((0, 5, 6, 1), futures, strict=True):
-            future.result(timeout=20)
-            pack.check(key, buffers[key])
-        engine.check_integrity()
-
-
-@pytest.mark.parametrize("name", ["direct", pytest.param("uring", marks=needs_uring)])
-@pytest.mark.parametrize("pool", [1, 3])
-def test_bytes_that_cannot_land_in_place_use_no_more_buffers_than_the_pool_has(packs, name, pool):
-    pack, used = packs["checkpoint"], set()
-    with open_engine(name, pack, pool=pool, **WHOLE[name]) as engine:
-        first = min(buffer.ctypes.data for buffer in engine._queue._free)
-
-        def note(views, offset, read):
-            used.update((view.ctypes.data - first) // engine._landing_bytes for view in views)
-            return read()
-
-        engine.inject, buffers = note, dirty_buffers(pack)
-        for future in [engine.submit(key, buffers[key], key % 2) for key in range(pack.keys)]:
-            future.result(timeout=20)
-        engine.check_integrity()
-        assert engine.staging_bytes == pool * engine._landing_bytes
-    assert used
-    assert used <= set(range(pool))

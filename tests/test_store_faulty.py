@@ -7,33 +7,33 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_fixtures import SmallSource
+from read_fixtures import ALL, NO_URING, READERS, make_packs, run_of
 
 from moebench.store.engines import StoreError, open_engine
-from moebench.store.layout import QuantSpec
 from moebench.store.pages import aligned_buffer
-from moebench.store.plain import PlainLayout
-from moebench.store.writer import write_pack
 from moebench.units import PAGE
 
-INNER = ("mmap", "pread", "direct")
+INNER = ALL[:-1]
 
 
 @pytest.fixture(scope="module")
 def packs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("packs")
-    return {
-        layout: write_pack(folder / layout, SmallSource(), QuantSpec("int4"), PlainLayout(), layout=layout)
-        for layout in ("packed", "checkpoint")
-    }
+    return make_packs(tmp_path_factory.mktemp("packs"))
 
 
-def read_all(pack, **options):
-    """Outcome per key: None for right bytes, else the error's text; and the engine, closed."""
+def read_all(pack, runs=0, **options):
+    """Outcome per key: None for right bytes, else the error's text; and the engine, closed. ``runs``: read in runs of
+    so many experts."""
     buffers, outcomes = [aligned_buffer(pack.slot_bytes) for _ in range(pack.keys)], []
     with open_engine("faulty", pack, **options) as engine:
-        futures = [engine.submit(key, buffers[key], key % 2) for key in range(pack.keys)]
-        for key, future in enumerate(futures):
+        futures = {}
+        for key in () if runs else range(pack.keys):
+            futures[key] = engine.submit(key, buffers[key], key % 2)
+        order = run_of(pack, range(pack.keys))[0]
+        for at in range(0, pack.keys, runs) if runs else ():
+            keys = order[at : at + runs]
+            futures |= zip(keys, engine.submit_run(keys, [buffers[k] for k in keys], at % 2), strict=True)
+        for key, future in sorted(futures.items()):
             try:
                 future.result(timeout=20)
                 pack.check(key, buffers[key])
@@ -48,7 +48,7 @@ def read_all(pack, **options):
 @pytest.mark.parametrize(("fault", "words"), [("eio", "EIO"), ("bit_flip", "wrong bytes")])
 def test_certain_faults_are_named_for_every_expert(packs, inner, fault, words):
     outcomes, engine = read_all(packs["packed"], inner=inner, **{fault: 1.0})
-    if inner == "direct" and fault == "bit_flip":  # a flip in the padding harms nobody
+    if inner in ("direct", "uring") and fault == "bit_flip":  # a flip in the padding harms nobody
         outcomes = [text for text in outcomes if text is not None]
     assert outcomes
     assert engine.injected[fault] >= 12
@@ -58,7 +58,7 @@ def test_certain_faults_are_named_for_every_expert(packs, inner, fault, words):
         assert "offset " in text
 
 
-@pytest.mark.parametrize("layout", ["packed", "checkpoint"])
+@pytest.mark.parametrize("layout", ["packed", "checkpoint", "rans"])
 @pytest.mark.parametrize("inner", INNER)
 def test_short_reads_now_and_then_are_made_good(packs, inner, layout):
     outcomes, engine = read_all(packs[layout], inner=inner, short_read=0.4, seed=5)
@@ -68,20 +68,26 @@ def test_short_reads_now_and_then_are_made_good(packs, inner, layout):
 
 
 @given(
-    layout=st.sampled_from(["packed", "checkpoint"]),
+    layout=st.sampled_from(["packed", "ordered", "checkpoint", "scattered", "rans"]),
+    runs=st.sampled_from([0, 0, 2, 5]),
+    pool=st.integers(1, 4),
     options=st.fixed_dictionaries(
         {
             "seed": st.integers(0, 2**32),
-            "inner": st.sampled_from(INNER),
+            "inner": st.sampled_from([*READERS, *(["uring"] if NO_URING is None else [])]),
             "reorder": st.integers(0, 15),
-            "block_bytes": st.sampled_from([PAGE, 1 << 20]),
+            "block_bytes": st.sampled_from([0, PAGE, 1 << 20]),
             **dict.fromkeys(("eio", "short_read", "bit_flip"), st.sampled_from([0.0, 0.1, 0.5])),
         }
     ),
 )
-@settings(max_examples=60, deadline=None)
-def test_every_mixture_of_faults_ends_in_right_bytes_or_an_error(packs, layout, options):
-    outcomes, engine = read_all(packs[layout], threads=3, **options)
+@settings(max_examples=150, deadline=None)
+def test_every_mixture_of_faults_ends_in_right_bytes_or_an_error(packs, layout, runs, pool, options):
+    if options["inner"] == "uring":
+        del options["block_bytes"]
+    lands = layout == "rans" or (layout in ("checkpoint", "scattered") and options["inner"] in ("direct", "uring"))
+    runs = runs if packs[layout].manifest.extents.whole else 0
+    outcomes, engine = read_all(packs[layout], runs, threads=3, **({"pool": pool} if lands else {}), **options)
     assert len(outcomes) == 12
     if not any(engine.injected[fault] for fault in ("eio", "short_read", "bit_flip")):
         assert outcomes == [None] * 12
@@ -95,14 +101,27 @@ def test_the_plan_follows_the_seed_and_not_the_threads(packs):
 
 
 def test_faults_can_be_aimed_at_experts(packs):
-    for layout, inner in (("packed", "direct"), ("checkpoint", "pread")):
+    for layout, inner in (("packed", "direct"), ("checkpoint", "pread"), ("rans", "mmap")):
         outcomes, _ = read_all(packs[layout], inner=inner, eio=1.0, keys=[2, 7])
         assert [key for key, text in enumerate(outcomes) if text] == [2, 7]
 
 
-def test_delayed_experts_arrive_late_and_right(packs):
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("layout", ["packed", "rans"])
+def test_a_fault_of_a_run_fails_every_expert_of_it_by_name_and_no_other(packs, inner, layout):
+    pack = packs[layout]
+    keys = run_of(pack, range(pack.keys))[0]
+    outcomes, engine = read_all(pack, runs=4, inner=inner, eio=1.0, keys=[keys[5]])
+    assert engine.injected["eio"] == 1
+    assert [key for key, text in enumerate(outcomes) if text] == sorted(keys[4:8])
+    for key in keys[4:8]:
+        assert f"layer {key // 4}, expert {key % 4}, offset {pack.segments(key)[0].offset}: read at " in outcomes[key]
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_delayed_experts_arrive_late_and_right(packs, inner):
     start = time.monotonic()
-    outcomes, _ = read_all(packs["packed"], delay_s=0.05, keys=[3])
+    outcomes, _ = read_all(packs["packed"], inner=inner, delay_s=0.05, keys=[3])
     assert outcomes == [None] * 12
     assert time.monotonic() - start >= 0.05
 
@@ -147,7 +166,7 @@ def test_impossible_plans_are_refused(packs):
     for options, word in (
         ({"eio": 1.5}, "rates"),
         ({"delay_s": -1}, "delay_s"),
-        ({"inner": "faulty"}, "mmap, pread, direct"),
+        ({"inner": "faulty"}, "mmap, pread, direct, uring"),
     ):
         with pytest.raises(StoreError, match=word):
             open_engine("faulty", packs["packed"], **options)

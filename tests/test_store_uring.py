@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from read_fixtures import dirty_buffers, needs_uring
 from store_fixtures import SmallSource
-from test_store_engines import dirty_buffers, needs_uring
 
 from moebench.store import engine_uring, uring
 from moebench.store.block_queue import DEMAND, PREFETCH

@@ -75,12 +75,11 @@ class QueuedEngine(ReadEngine):
         super().__init__(pack)
         if block_bytes < 0 or block_bytes % PAGE:
             raise StoreError(f"engine {self.name}: block_bytes must be a multiple of {PAGE}, or 0 for one call a piece")
-        if coded and pack.manifest.codec == "none":
+        if coded and not pack.coded:
             raise StoreError(f"engine {self.name}: coded=true has no meaning on {pack.path}, a pack with codec=none")
         self.block_bytes, self.coded = block_bytes, coded
-        self._decodes = pack.manifest.codec != "none" and not coded
-        offsets = np.asarray(pack.manifest.offsets)
-        self._whole = len(pack.segments(0)) == 1 and not (offsets % PAGE).any()
+        self._decodes = pack.coded and not coded
+        self._whole = pack.manifest.extents.whole
         self._gaps = [] if self._whole else pack.manifest.extents.gaps()
         self._landing_bytes = self._most_landing()
         if pool < 0 or (pool and not self._landing_bytes):
