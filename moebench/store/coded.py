@@ -88,13 +88,13 @@ def read_header(stored: np.ndarray) -> tuple[np.ndarray, int]:
         raise StoreError("the coded expert has no header")
     magic, planes, size, length = stored[: 4 * HEADER].view(np.uint32).tolist()
     end = 4 * (HEADER + planes * RECORD)
-    if magic != MAGIC or not planes or length > stored.size or end > length:
+    if magic != MAGIC or not planes or length != stored.size or end > length:
         raise StoreError("the coded expert's header is damaged")
     return stored[4 * HEADER : end].view(np.uint32).astype(np.int64).reshape(planes, RECORD), size
 
 
 def decode(stored: np.ndarray, out: np.ndarray, vector: bool = kernels.VECTOR) -> None:
-    """Decode a stored expert (uint8, may be followed by other bytes) into ``out`` (uint8 of its decoded length).
+    """Decode a stored expert (uint8, not a byte more) into ``out`` (uint8 of its decoded length).
 
     One call without the interpreter's lock. ``StoreError`` for any stream that ``encode`` did not write, as far as
     states and lengths can tell; the hash of the decoded bytes tells the rest.
