@@ -6,6 +6,7 @@ waves, and every expert is loaded once. Knows no system, no device and no file.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -200,7 +201,8 @@ class Experts(ReadAhead):
             for key in group:
                 ready.remove(key)
                 yield key - base, device.arena[device._slot_of[key]] if real else None
-            timeline.compute_experts(len(group), round(rows_each * len(group)), overlap=True)
+            # rounded up, so that a group takes as many tiles as its experts one by one
+            timeline.compute_experts(len(group), math.ceil(rows_each * len(group)), overlap=True)
             if self._timed:
                 took, old = (time.perf_counter() - started) / len(group), self.compute_estimate_s
                 self.compute_estimate_s = took if old == 0.0 else old + WINDOW_WEIGHT * (took - old)

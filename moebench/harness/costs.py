@@ -4,6 +4,7 @@ here.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from moebench.geometry import Geometry
@@ -18,6 +19,7 @@ from moebench.units import GB, GIB, KIB, MIB, PAGE, align_up
 DIRECT = ("direct", "uring")  # engines that read past the page cache
 QUEUE_DEPTH = 32  # reads that an asynchronous engine keeps in flight at most
 BLOCK_BYTES = MIB  # demand pre-empts prefetch at this granularity
+CHIP_ACTIVATIONS = 128 * KIB  # of on-chip memory; the rest is two buffers for weights (arXiv 2609.14643, section 4.4)
 
 
 @dataclass(frozen=True)
@@ -121,11 +123,17 @@ def build(
         copy_coded_s=use.stored_bytes * up,
         map_s=profile.map_us * 1e-6 if profile.declares("storage.map_us") else 0.0,
         on_chip_s=geometry.expert_bytes / (profile.on_chip_gb_s * GB) if chip else 0.0,
+        chip_parts=_chip_parts(geometry, profile.on_chip_mib) if chip else 1,
         tile_rows=int(profile.tile_rows) if chip else 1,
         host_expert_s=geometry.expert_bytes / (profile.dram_gb_s * GB) if on_host else 0.0,
         host_row_s=geometry.expert_flops_per_row() / (profile.cpu_tflops * 1e12) if on_host else 0.0,
         host_trip_s=0.0 if unified or not on_host else 2 * profile.link_latency_us * 1e-6,
     )
+
+
+def _chip_parts(geometry: Geometry, on_chip_mib: float) -> int:
+    """Equal pieces in which one expert passes through a weight buffer, half of what activations leave of the chip."""
+    return math.ceil(geometry.expert_bytes / ((on_chip_mib * MIB - CHIP_ACTIVATIONS) / 2))
 
 
 def page_cache_bytes(profile: HardwareProfile, held_bytes: int) -> int:

@@ -30,7 +30,8 @@ class Costs:
     host's own processor, ``host_trip_s`` what a layer's activations take there and back.
 
     On an accelerator that computes out of memory of its own on the chip: ``map_s`` makes an expert that arrived visible
-    to it, ``on_chip_s`` copies one in (instead of ``expert_s``), and it works on ``tile_rows`` rows at a time.
+    to it, ``on_chip_s`` copies one in (instead of ``expert_s``) in ``chip_parts`` pieces that each fill a buffer at
+    most, and it works on ``tile_rows`` rows at a time.
     """
 
     read_bytes: int
@@ -61,6 +62,7 @@ class Costs:
     host_trip_s: float = 0.0
     map_s: float = 0.0
     on_chip_s: float = 0.0
+    chip_parts: int = 1
     tile_rows: int = 1
 
     def __post_init__(self) -> None:
