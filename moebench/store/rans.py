@@ -15,7 +15,7 @@ from moebench.store.rans_kernels import TOTAL, WIDTH
 WORD_ALIGNMENT = 4  # of a plane's body
 LEAST_SAVING = 1 / 128  # below it a plane is kept raw: decoding would cost more time than its bytes
 STATE_SHARE = 1 / 1024  # lanes per coded byte: states of four bytes then are 0.4 % of what is stored
-SMALL_SHARE = 1 / 400  # a plane that can afford it at 1 % has one vector of lanes all the same
+FEW, LEAST_LANES = 4096, 2 * WIDTH  # planes of that many symbols have lanes for two vectors, however few bytes remain
 ROWS = 8192  # symbols of one lane at most, so that a decoder of all lanes at once has few steps
 
 
@@ -33,9 +33,7 @@ class Plane:
 def choose_lanes(count: int, coded_bytes: float) -> int:
     """How many lanes a plane of ``count`` symbols gets whose words take ``coded_bytes``."""
     lanes = int(coded_bytes * STATE_SHARE) // WIDTH * WIDTH
-    if coded_bytes * SMALL_SHARE >= WIDTH:
-        lanes = max(lanes, WIDTH)
-    return min(count, max(lanes, -(-count // ROWS)))
+    return min(count, max(lanes, LEAST_LANES if count >= FEW else 1, -(-count // ROWS)))
 
 
 def encode_plane(data: np.ndarray, lanes: int | None = None) -> Plane:

@@ -18,6 +18,7 @@ from numba.np import arrayobj
 TOTAL = 4096  # frequencies of a plane add up to it
 START = 1 << 16  # a lane's state before its first and after its last symbol
 WIDTH = 16  # lanes that one vector step decodes
+PIECE = 1 << 14  # symbols of 16-bit floats that are decoded before they are put together
 # There gather and expand from memory are an instruction each; elsewhere they become 16 branches, and a plain loop wins.
 VECTOR = binding.get_host_cpu_features().get("avx512vbmi2", False)
 
@@ -69,7 +70,7 @@ def normalise(counts: np.ndarray) -> np.ndarray:
 
 @njit(nogil=True, cache=True)
 def encode(data: np.ndarray, frequencies: np.ndarray, lanes: int) -> tuple[np.ndarray, np.ndarray]:
-    """States uint32 [lanes] and words uint16 from which ``decode_plane`` brings back ``data`` (uint8)."""
+    """States uint32 [lanes] and words uint16 from which ``_symbols`` brings back ``data`` (uint8)."""
     starts, inverse = np.zeros(256, np.uint32), np.zeros(256, np.float64)
     start = 0
     for symbol in range(256):
@@ -162,12 +163,13 @@ def _vector_step(typing, states, table, words, out):  # type: ignore[no-untyped-
 
 
 @njit(nogil=True, cache=True)
-def decode_plane(stream, first, table, states, out, vector) -> bool:  # type: ignore[no-untyped-def]
-    """Decode ``out`` (uint8) from the words of ``stream`` (uint16) after ``first``; uses up ``states`` (uint32).
+def _symbols(stream, position, table, states, out, vector) -> int:  # type: ignore[no-untyped-def]
+    """Decode the next symbols of a plane to ``out`` (uint8), whole rows of lanes or the plane's last ones.
 
-    True where all words were taken in and every lane came back to its start. ``stream`` may not be empty.
+    Takes words of ``stream`` (uint16, not empty) from ``position`` on and moves ``states`` (uint32) forward; returns
+    the position behind them, which is beyond the end where words were missing.
     """
-    lanes, position, last, i = states.size, first, stream.size - 1, 0
+    lanes, last, i = states.size, stream.size - 1, 0
     while i < out.size:
         row, lane = min(lanes, out.size - i), 0
         while lane < row:
@@ -187,29 +189,76 @@ def decode_plane(stream, first, table, states, out, vector) -> bool:  # type: ig
             position += low
             lane += 1
         i += row
-    return position == stream.size and (states == START).all()
+    return position
 
 
 @njit(nogil=True, cache=True)
-def _plane(stored, record, table, scratch, vector):  # type: ignore[no-untyped-def]
-    """Status and bytes of one plane; raw ones are a view of ``stored``, coded ones stand in ``scratch``."""
-    count, lanes, symbols, words, body = record[COUNT], record[LANES], record[SYMBOLS], record[WORDS], record[BODY]
+def _open(stored, record, table):  # type: ignore[no-untyped-def]
+    """Status, states (a copy) and words of a coded plane, these behind its frequencies; fills ``table``."""
+    lanes, symbols = record[LANES], record[SYMBOLS]
+    tables = record[BODY] + 4 * lanes
+    end = tables + 2 * symbols + 2 * record[WORDS]
+    if lanes > record[COUNT] or symbols < 1 or symbols > 256 or end + symbols > stored.size:
+        return BOUNDS, np.empty(0, np.uint32), np.empty(0, np.uint16)
+    stream = stored[tables:end].view(np.uint16)
+    sound = fill_table(stored[end : end + symbols], stream[:symbols], table)
+    return (SOUND if sound else TABLE), stored[record[BODY] : tables].view(np.uint32).copy(), stream
+
+
+@njit(nogil=True, cache=True)
+def _plane(stored, record, table, out, vector):  # type: ignore[no-untyped-def]
+    """Put the symbols of one plane into ``out`` (uint8 [count]); returns its status."""
+    if record[LANES] == 0:
+        if record[BODY] + record[COUNT] > stored.size:
+            return BOUNDS
+        out[:] = stored[record[BODY] : record[BODY] + record[COUNT]]
+        return SOUND
+    status, states, stream = _open(stored, record, table)
+    if status != SOUND:
+        return status
+    position = _symbols(stream, record[SYMBOLS], table, states, out, vector)
+    return SOUND if position == stream.size and (states == START).all() else STREAM
+
+
+@njit(nogil=True, cache=True)
+def _join(high, low, values):  # type: ignore[no-untyped-def]
+    """16-bit floats from their planes: turn them right by one bit."""
+    for i in range(values.size):
+        values[i] = _u32(high[i]) << _u32(7) | _u32(low[i]) >> _u32(1) | (_u32(low[i]) & _u32(1)) << _u32(15)
+
+
+@njit(nogil=True, cache=True)
+def _floats(stored, above, below, table, out, vector):  # type: ignore[no-untyped-def]
+    """Decode a HIGH and a LOW plane into ``out`` (uint8); in pieces that stay in the processor's nearest memory."""
+    count = above[COUNT]
+    low = stored[:0]
+    if below[LANES] == 0:
+        if below[BODY] + count > stored.size:
+            return BOUNDS
+        low = stored[below[BODY] : below[BODY] + count]
+    else:
+        low = np.empty(count, np.uint8)
+        status = _plane(stored, below, table, low, vector)
+        if status != SOUND:
+            return status
+    values = out.view(np.uint16)
+    lanes = above[LANES]
     if lanes == 0:
-        if body + count > stored.size:
-            return BOUNDS, scratch[:0]
-        return SOUND, stored[body : body + count]
-    tables = body + 4 * lanes
-    stream = tables + 2 * symbols
-    end = stream + 2 * words
-    if lanes > count or symbols < 1 or symbols > 256 or end + symbols > stored.size:
-        return BOUNDS, scratch[:0]
-    frequencies = stored[tables:stream].view(np.uint16)
-    if not fill_table(stored[end : end + symbols], frequencies, table):
-        return TABLE, scratch[:0]
-    states = stored[body:tables].view(np.uint32).copy()
-    if not decode_plane(stored[tables:end].view(np.uint16), symbols, table, states, scratch[:count], vector):
-        return STREAM, scratch[:0]
-    return SOUND, scratch[:count]
+        if above[BODY] + count > stored.size:
+            return BOUNDS
+        _join(stored[above[BODY] : above[BODY] + count], low, values)
+        return SOUND
+    status, states, stream = _open(stored, above, table)
+    if status != SOUND:
+        return status
+    piece = np.empty(max(1, PIECE // lanes) * lanes, np.uint8)
+    position = above[SYMBOLS]
+    for start in range(0, count, piece.size):
+        end = min(start + piece.size, count)
+        high = piece[: end - start]
+        position = _symbols(stream, position, table, states, high, vector)
+        _join(high, low[start:end], values[start:end])
+    return SOUND if position == stream.size and (states == START).all() else STREAM
 
 
 @njit(nogil=True, cache=True)
@@ -219,43 +268,25 @@ def decode_planes(stored, records, out, vector) -> tuple[int, int]:  # type: ign
     What no plane fills becomes zero. Returns a status and the plane it belongs to.
     """
     table = np.empty(TOTAL, np.uint32)
-    end, halves = 0, 0
-    for i in range(len(records)):
-        if records[i, KIND] != BYTES:
-            halves = max(halves, min(records[i, COUNT], out.size))
-    scratch = np.empty((2, halves), np.uint8)
-    high = scratch[0]
-    waits = False  # a HIGH plane for its LOW one
-    for i in range(len(records)):
+    end, i = 0, 0
+    while i < len(records):
         record = records[i]
         dest, count, kind = record[DEST], record[COUNT], record[KIND]
         width = 1 if kind == BYTES else 2
-        if dest < end or dest + width * count > out.size or kind > LOW or waits != (kind == LOW):
+        if dest < end or dest % width or dest + width * count > out.size or kind not in (BYTES, HIGH):
             return BOUNDS, i
-        if kind == BYTES:
-            target = out[dest : dest + count]
-        else:
-            target = scratch[kind - HIGH]
-            if dest % 2:
-                return BOUNDS, i
-        status, plane = _plane(stored, record, table, target, vector)
-        if status != SOUND:
-            return status, i
-        if kind == HIGH:
-            high, waits = plane, True
-            continue
         out[end:dest] = 0
         end = dest + width * count
         if kind == BYTES:
-            if record[LANES] == 0:
-                target[:] = plane
-            continue
-        waits = False
-        if high.size != count:
-            return BOUNDS, i
-        values = out[dest:end].view(np.uint16)
-        for j in range(count):
-            turned = _u32(high[j]) << _u32(8) | _u32(plane[j])
-            values[j] = np.uint16((turned >> _u32(1) | turned << _u32(15)) & _u32(0xFFFF))
+            status = _plane(stored, record, table, out[dest:end], vector)
+        else:
+            i += 1
+            pair = i < len(records) and records[i, KIND] == LOW
+            if not pair or records[i, COUNT] != count or records[i, DEST] != dest:
+                return BOUNDS, i - 1
+            status = _floats(stored, record, records[i], table, out[dest:end], vector)
+        if status != SOUND:
+            return status, i
+        i += 1
     out[end:] = 0
-    return (BOUNDS if waits else SOUND), len(records) - 1
+    return SOUND, 0
