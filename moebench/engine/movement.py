@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from moebench.residency.places import Places
 from moebench.residency.tier import Tier
 from moebench.step import PHASES, Step
 from moebench.timeline.base import DEMAND, PREFETCH, Ticket, Timeline
+
+if TYPE_CHECKING:
+    from moebench.engine.relayout import Relayout
 
 WINDOW_WEIGHT = 0.2
 
@@ -74,6 +78,7 @@ class Movement:
         self._reading_ahead = False  # a prefetch never waits and never copies victims down
         self.windows = [[0.0] * geometry.layers for _ in PHASES]
         self.read_estimate_s = self.copy_estimate_s = self.compute_estimate_s = 0.0
+        self.relayout: Relayout | None = None  # who asks for swaps on storage, where a system re-organises it
         self.view = View(self)
         self.step: Step | None = None
         self.record = StepRecord(None, 0.0)  # what happens before the first step is nobody's
@@ -141,21 +146,25 @@ class Movement:
             return
         stay = self.hooks.demote(gone, self.view) if self.hooks.demote is not None else None
         for i, key in enumerate(gone):
-            if (stay is None or stay[i]) and self._host_room(key):
+            if (stay is None or stay[i]) and self._host_room(key, victims):
                 slot = self.host.take(key)
                 ticket = self.timeline.copy(key, ("device", self.device.slot(key)), ("host", slot), None)
                 self.record.stall_s += self.timeline.wait(ticket)
                 self.host.complete(key)
                 self.record.copies += 1
 
-    def _host_room(self, key: int) -> bool:
-        """Free one host slot; False if every host slot is in flight and, for a prefetch, always rather than wait."""
+    def _host_room(self, key: int, leaving: Sequence[int] = ()) -> bool:
+        """Free one host slot; False if every host slot is in flight and, for a prefetch, always rather than wait.
+
+        What the device holds too goes first, but not the copies of those that are ``leaving`` it.
+        """
         layer = key // self.geometry.experts
         while not self.host.free_slots(layer):
             candidates = self.host.evictable(layer)
-            candidates = candidates[np.array([k not in self.in_flight for k in candidates.tolist()], bool)]
+            if self.in_flight:
+                candidates = candidates[~np.isin(candidates, [*self.in_flight])]
             above = self.device.slot_of[candidates] >= 0
-            doubled = candidates[above]
+            doubled = candidates[above & ~np.isin(candidates, leaving)] if len(leaving) else candidates[above]
             if self.rules.late_eviction:  # what the wave has just read waits here for its device slot
                 candidates = candidates[above | np.array([k not in self._wave for k in candidates.tolist()], bool)]
             if len(doubled):  # the device holds it too: nothing is lost

@@ -37,7 +37,9 @@ class SsdLlamaConfig:
         "frequency_recency", "who stays on the device: uses halved for each half_life idle, uses alone, last use alone"
     )
     half_life: float = _option(64.0, "tokens without a use after which an expert's uses count half")
-    temporary: int = _option(16, "device slots for experts that have not earned one; 0: every expert gets a lasting one")
+    temporary: int = _option(
+        16, "device slots for experts that have not earned one; 0: every expert gets a lasting one"
+    )
     promote_after: int = _option(2, "uses an expert must have to push out another")
     tiers: Literal["three", "two"] = _option("three", "device, host and storage; two: the host keeps nothing")
     granularity: Literal["expert", "gate_up", "gate", "none"] = _option(
