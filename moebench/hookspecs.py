@@ -136,5 +136,10 @@ def place(step, layer, keys, view):
 
 
 @hookspec(firstresult=True)
+def relayout(step, view):
+    """After a step, return two experts (keys) of one layer that are to change places on storage, or None."""
+
+
+@hookspec(firstresult=True)
 def order_compute(ready, pending, view):
     """Return the next key to compute, chosen from ``ready`` keys, or from ``pending`` to wait for that one."""

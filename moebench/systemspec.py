@@ -33,7 +33,7 @@ class Target:
     ``weights_hash``, ``config`` (of transformers) and ``selection_bias`` belong to a model that computes, ``trace`` to
     a replay. The bias (fp32 [E] by layer, where a family has one) is what its routing law adds to choose by.
     ``number_bytes`` is what one number of a predictor takes where the run is measured, 0 on a modeled machine, which
-    holds numbers as they are stored.
+    holds numbers as they are stored. ``trees``: drafts may branch, which a layer that carries state rules out.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Target:
     selection_bias: Mapping[int, np.ndarray] = field(default_factory=dict)
     number_bytes: int = 0
     trace: Trace | None = None
+    trees: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +75,9 @@ class RunContext:
     ``slots`` counts the experts that the fastest tier holds, ``scope`` is ``shared`` or ``per_layer``, ``batch`` the
     sequences that run together. ``future`` is given to oracles only: the demands to come, as (layer, keys) in the order
     of the loop. ``ops`` is the backend's arithmetic where a model computes; ``equipment`` is what the system's own
-    ``equip`` returned, ``drafter`` the model that its ``draft`` names, where a model computes.
+    ``equip`` returned, ``drafter`` the model that its ``draft`` names, where a model computes. ``request_s(nbytes,
+    depth)`` are the seconds of one storage request with so many in flight, by the machine's read curve; None where no
+    request can read several experts.
     """
 
     geometry: Geometry
@@ -86,6 +89,7 @@ class RunContext:
     ops: Ops | None = None
     equipment: Equipment = field(default_factory=Equipment)
     drafter: Drafter | None = None
+    request_s: Callable[[int, int], float] | None = None
 
 
 @dataclass(frozen=True)
@@ -127,9 +131,10 @@ class Handling:
     into a slot of each pool that is kept free. ``pool``: so many transfers into the fastest tier at a time at most, the
     buffers that they pin; 0 for no bound. ``whole_reads``: an expert's piece is one storage request, not cut into
     blocks between which demand overtakes a prefetch. ``wave``: so many missing experts of a demand at a time at most,
-    those after them when these were computed; 0 for as many as the slots hold. ``host_cache``: host slots keep experts; without it they are
-    landing places. ``on_host``: experts may be computed on the host's own processor. ``matrices``: cache slots hold
-    single matrices, not whole experts (in replay only).
+    those after them when these were computed; 0 for as many as the slots hold. ``host_cache``: host slots keep experts;
+    without it they are landing places. ``on_host``: experts may be computed on the host's own processor. ``matrices``:
+    cache slots hold single matrices, not whole experts (in replay only). ``relocation_bytes``: so much may be written
+    in a run to change the places of experts on storage; 0: they stay where they are, and ``relayout`` is not asked.
     """
 
     late_eviction: bool = False
@@ -139,6 +144,7 @@ class Handling:
     host_cache: bool = True
     on_host: bool = False
     matrices: bool = False
+    relocation_bytes: int = 0
 
 
 @dataclass(frozen=True)

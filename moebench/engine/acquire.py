@@ -62,6 +62,8 @@ class Experts(ReadAhead):
         self.timeline.compute_dense(0, step.rows, self._state_bytes, final=True)
         self._prefetch("end")
         self._stage()
+        if self.relayout is not None:
+            self.relayout.after_step(self)
         record.ended_s = self._since = self.timeline.now()
         self.hooks.end_step(step, record, self.view)
         return record

@@ -11,7 +11,7 @@ from moebench import hookspecs
 
 FIRST_RESULT = (
     "route", "predicted", "prefetch", "cancel", "stage", "draft", "prune", "admit", "evict", "demote", "plan_reads",
-    "place", "order_compute",
+    "place", "relayout", "order_compute",
 )  # fmt: skip
 BROADCAST = ("prepare", "begin_request", "begin_step", "end_step", "acquired")
 COUNTED = ("report",)  # broadcast too; each answer counts
@@ -35,6 +35,7 @@ class Hooks:
     demote: Callable[..., Any] | None
     plan_reads: Callable[..., Any] | None
     place: Callable[..., Any] | None
+    relayout: Callable[..., Any] | None
     order_compute: Callable[..., Any] | None
 
     def __init__(self, plugins: list[object]) -> None:

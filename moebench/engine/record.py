@@ -31,6 +31,7 @@ class StepRecord:
     temporary: int = 0
     waves: int = 0
     on_host: int = 0  # experts computed on the host's processor
+    relocated_bytes: int = 0  # written to storage since the step before, to re-organise it
     pool_waits: int = 0  # transfers that waited for a buffer of the pool
     requests: list[int] = field(default_factory=list)  # per layer
     hits: list[int] = field(default_factory=list)

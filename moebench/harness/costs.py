@@ -5,12 +5,14 @@ here.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from moebench.geometry import Geometry
 from moebench.hardware import HardwareProfile
 from moebench.store.extents import WHOLE, Extents
 from moebench.store.layout import QuantSpec
+from moebench.store.overlay import WRITE_UNIT_BYTES
 from moebench.store.random_parts import coded_bytes as random_coded_bytes
 from moebench.store.random_parts import random_specs
 from moebench.timeline.costs import Costs
@@ -56,6 +58,11 @@ def pieces(geometry: Geometry, layout: str, engine: str) -> tuple[int, ...]:
 def coded_bytes(geometry: Geometry) -> int:
     """Bytes that a random expert of this geometry takes under codec ``rans``."""
     return random_coded_bytes(geometry.hidden, geometry.intermediate, QuantSpec(geometry.quant, geometry.group))
+
+
+def request_seconds(profile: HardwareProfile) -> Callable[[int, int], float]:
+    """Service time of one request by its bytes and the requests in flight."""
+    return lambda nbytes, depth: nbytes / (profile.read_gb_s(nbytes, depth) * GB)
 
 
 def build(
@@ -118,7 +125,7 @@ def build(
         host_sync_s=stack.host_sync_us * 1e-6,
         byte_s=1.0 / device_bw,
         requests=len(use.pieces),
-        request_s=lambda nbytes, depth: nbytes / (profile.read_gb_s(nbytes, depth) * GB),
+        request_s=request_seconds(profile),
         decode_s=geometry.expert_bytes / (profile.rans_gb_s * GB) if use.stored_bytes else 0.0,
         copy_coded_s=use.stored_bytes * up,
         map_s=profile.map_us * 1e-6 if profile.declares("storage.map_us") else 0.0,
@@ -127,6 +134,8 @@ def build(
         tile_rows=int(profile.tile_rows) if chip else 1,
         host_expert_s=geometry.expert_bytes / (profile.dram_gb_s * GB) if on_host else 0.0,
         host_row_s=geometry.expert_flops_per_row() / (profile.cpu_tflops * 1e12) if on_host else 0.0,
+        write_unit_bytes=WRITE_UNIT_BYTES,
+        write_unit_s=WRITE_UNIT_BYTES / (profile.write_gb_s * GB),
         host_trip_s=0.0 if unified or not on_host else 2 * profile.link_latency_us * 1e-6,
     )
 

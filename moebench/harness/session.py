@@ -14,6 +14,7 @@ from moebench.geometry import Geometry
 from moebench.harness import costs as cost_model
 from moebench.harness.memory import StateWatch, make_tiers, require_tiers, size, staging_slots
 from moebench.harness.plan import Cell
+from moebench.harness.relocation import make_relayout, open_engine, require_movable
 from moebench.metrics import Metrics
 from moebench.residency.ledger import Ledger
 from moebench.residency.places import Places
@@ -81,10 +82,18 @@ def open_session(
     options: dict[str, Any] = {"block_bytes": 0} if handling.whole_reads and cuts_reads else {}
     if real and pack.coded and two:  # the host keeps what is stored, the way up decodes
         options["coded"] = True
-    engine = registry.engine(cell.engine)(pack, **options) if real else None
+    if moves := handling.relocation_bytes:
+        require_movable(config)
+    engine = None
+    if real:
+        factory = registry.engine(cell.engine)
+        relocates = moves and cell.clock == "wall"
+        engine = open_engine(factory, pack, **options) if relocates else factory(pack, **options)
     try:
         slot_bytes = max(pack.slot_bytes, engine.buffer_bytes) if real else geometry.slot_bytes
         staging = engine.staging_bytes if engine is not None else 0
+        if moves and cell.clock == "virtual":
+            staging += 2 * slot_bytes  # the two experts of a swap
         ledger = Ledger(None if config.memory is None else parse_bytes(config.memory, "memory"))
         activations = _activation_bytes(geometry, min(config.chunk, longest_prompt), batch) if longest_prompt else 0
         state = batch * (context * geometry.kv_bytes_per_token + geometry.fixed_state_bytes)
@@ -139,17 +148,27 @@ def open_session(
             engine.close()
         raise
     foreseen = future if spec.foresees(config.knobs) else None
-    run = RunContext(geometry, sizes.device, config.scope, config.seed, foreseen, batch, ops, equipment, drafter)
+    alone = len(cost_model.pieces(geometry, config.layout, cell.engine)) > 1 or cell.engine == "mmap"
+    run = RunContext(
+        geometry, sizes.device, config.scope, config.seed, foreseen, batch, ops, equipment, drafter,
+        request_s=None if alone else cost_model.request_seconds(profile),
+    )  # fmt: skip
     metrics = Metrics(warmup_tokens, lambda: (timeline.storage_bytes, timeline.storage_requests))
     watch = StateWatch(ledger, geometry, kv_bytes)
     try:
-        hooks = Hooks([spec.make(config.knobs, run), metrics, watch, *observers])
+        plugins = [spec.make(config.knobs, run), metrics, watch, *observers]
+        relayout = None
+        if moves:
+            relayout = make_relayout(timeline, engine, geometry.expert_bytes, moves, warmup_tokens)
+            plugins.append(relayout)
+        hooks = Hooks(plugins)
         rules = Rules(
             keep_evicted=handling.host_cache and sizes.host > max(staging_slots(geometry), handling.pool),
             keep_landed=handling.host_cache, late_eviction=handling.late_eviction, pool=handling.pool,
             wave=handling.wave,
         )  # fmt: skip
         experts = Experts(geometry, tiers, timeline, hooks, rules, places, scratch)
+        experts.relayout = relayout
         if isinstance(timeline, VirtualTimeline):
             experts.read_estimate_s, experts.copy_estimate_s = timeline.costs.read_s[1], timeline.costs.copy_s
         hooks.prepare(run)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from moebench.units import KIB
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -27,7 +29,8 @@ class Costs:
     ``requests`` are the storage requests that one expert takes, and ``request_s(nbytes, depth)`` is the service time of
     one that reads several neighbours. ``decode_s`` expands one compressed expert (0: stored as computed on), whose
     ``copy_coded_s`` is the way up. ``host_expert_s`` and ``host_row_s`` are ``expert_s`` and ``expert_row_s`` on the
-    host's own processor, ``host_trip_s`` what a layer's activations take there and back.
+    host's own processor, ``host_trip_s`` what a layer's activations take there and back. Writes to storage come in
+    units of ``write_unit_bytes``, of ``write_unit_s`` seconds each.
 
     On an accelerator that computes out of memory of its own on the chip: ``map_s`` makes an expert that arrived visible
     to it, ``on_chip_s`` copies one in (instead of ``expert_s``) in ``chip_parts`` pieces that each fill a buffer at
@@ -60,6 +63,8 @@ class Costs:
     host_expert_s: float = 0.0
     host_row_s: float = 0.0
     host_trip_s: float = 0.0
+    write_unit_bytes: int = 256 * KIB
+    write_unit_s: float = 0.0
     map_s: float = 0.0
     on_chip_s: float = 0.0
     chip_parts: int = 1

@@ -2,8 +2,8 @@
 
 Storage serves demand first. Reads issued together overlap: the first completes after the time one read takes alone, the
 last when the device has moved all of them at the throughput it reaches at that depth. Prefetch reads fill the time
-demand leaves free; a demand read waits at most for the prefetch block already on the device. Deterministic, and
-byte-identical everywhere.
+demand leaves free; a demand read waits at most for the prefetch block already on the device. Writes fill what reads
+leave, unit by unit. Deterministic, and byte-identical everywhere.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 from moebench.residency.places import Places
-from moebench.timeline.base import DEMAND, Ticket, Timeline
+from moebench.timeline.base import DEMAND, PREFETCH, Ticket, Timeline
 from moebench.timeline.costs import Costs
+from moebench.timeline.writes import Writes
 
 
 class VirtualTimeline(Timeline):
@@ -32,6 +33,7 @@ class VirtualTimeline(Timeline):
         self._queue: deque[Ticket] = deque()  # prefetch reads waiting or under way, in order
         self._left: dict[Ticket, float] = {}  # seconds of service each still needs
         self._begun: Ticket | None = None  # the one at the head that was served in part
+        self.writes = Writes(costs.write_unit_bytes, costs.write_unit_s)
         self._towards: dict[Ticket, str] = {}
         self._link_free = {"host": 0.0, "device": 0.0}  # the link carries both directions at once
         self._memory_free = self._decoder_free = self._host_free = self._map_free = 0.0
@@ -146,6 +148,8 @@ class VirtualTimeline(Timeline):
         backlog = self._demand_free - now
         if backlog > 0:
             return self._demand_free, max(0, round(backlog / self.costs.read_s[-1]))
+        if self.writes.begun:
+            return self.writes.end_unit(now), 0
         return now + (min(self.costs.block_s, self._head_left()) if self._queue else 0.0), 0
 
     def _spread(self, start: float, each: list[float], alone: float, waiting: int) -> list[float]:
@@ -171,8 +175,10 @@ class VirtualTimeline(Timeline):
         return self._left[self._queue[0]]
 
     def _sweep(self, until: float) -> None:
-        """Give prefetch reads the time between the last sweep and ``until`` in which no demand was served."""
+        """Give prefetch reads, then writes, the time from the last sweep to ``until`` in which no demand was served."""
         start = max(self._swept, min(self._demand_free, until))
+        if self.writes.begun:
+            start = self.writes.go_on(start, until)
         while self._queue and start < until:
             ticket = self._queue[0]
             start = max(start, ticket.issued_s)
@@ -187,6 +193,8 @@ class VirtualTimeline(Timeline):
                 self._arrive(ticket, start)
             else:
                 self._left[ticket], self._begun = need - used, ticket
+        if not self._queue:
+            self.writes.fill(start, until)
         self._swept = max(self._swept, until)
 
     def promote(self, ticket: Ticket) -> None:
@@ -196,7 +204,8 @@ class VirtualTimeline(Timeline):
         left = self._left.pop(source, None)
         if left is not None:
             self._queue.remove(source)
-            self._demand_free = max(self._now, self._demand_free) + left
+            begin = self.writes.end_unit(self._now) if self.writes.begun else max(self._now, self._demand_free)
+            self._demand_free = begin + left
             self._arrive(source, self._demand_free)
 
     def cancel(self, read: Ticket, copy: Ticket | None) -> bool:
@@ -214,6 +223,13 @@ class VirtualTimeline(Timeline):
         if copy is not None:
             del self._towards[copy]
         return True
+
+    def write(self, nbytes: int) -> Ticket:
+        """Queue a write of ``nbytes`` behind every read, those to come too."""
+        self._sweep(self._now)
+        ticket = Ticket(-1, nbytes, -1, PREFETCH, self._now)
+        self.writes.add(ticket)
+        return ticket
 
     def _from_page_cache(self, key: int) -> bool:
         """Whether the page cache holds the expert; it does afterwards (least recently used go first)."""
