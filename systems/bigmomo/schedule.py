@@ -9,6 +9,9 @@ What the paper leaves open is settled so: candidates are the first n mapped expe
 nothing is waited for while an expert is mapped, and then the one that is expected first; with nothing on its way the
 rest is one group; and where not even one copy hides behind what still computes (at the start, or where copying takes
 longer than computing) the group is the paper's first one, eight experts at most.
+
+A layer's experts cost the same on the modeled clock. There any order that never waits while an expert is mapped ends a
+layer at one and the same time, the earliest possible: ``stages`` and ``arrival`` differ in the number of calls alone.
 """
 
 from __future__ import annotations
