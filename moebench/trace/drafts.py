@@ -45,16 +45,17 @@ class Surrogate:
     def __init__(self, trace: Trace, acceptance: Acceptance, seed: int) -> None:
         self.experts, self.weights, self.seed = trace.experts, trace.weights, seed
         self.depth_shares, self.rank_ends = np.array(acceptance.by_depth), np.cumsum(acceptance.by_rank)
-        parents, ranks, probability, level = [], [], [], [ROOT]
-        before = 1.0
+        parents, probability, level, before = [], [], [ROOT], 1.0
         for share in acceptance.by_depth:
             first = len(parents)
             parents += np.repeat(level, acceptance.branching).tolist()
-            ranks += list(range(acceptance.branching)) * len(level)
             given = share / before if before else 0.0
             probability += [given * part for part in acceptance.by_rank] * len(level)
             level, before = list(range(first, len(parents))), share
-        self.tree, self.ranks = Draft(np.full(len(parents), UNKNOWN), parents, probability), np.array(ranks)
+        self.tree = Draft(np.full(len(parents), UNKNOWN), parents, probability)
+        self.first_child = np.searchsorted(
+            self.tree.parents, np.arange(ROOT, len(parents))
+        )  # of the root, then of each
         starts = trace.sequence_starts
         ends = np.append(starts[1:], trace.tokens)
         self._spans = starts, ends
@@ -63,11 +64,11 @@ class Surrogate:
         """The draft that follows trace row ``row``."""
         tree, rng = self.tree, np.random.default_rng((self.seed, row))
         levels = int((self.depth_shares > rng.random()).sum())
-        ranks = np.minimum(np.searchsorted(self.rank_ends, rng.random(len(self.depth_shares))), self.ranks.max())
-        right = np.zeros(len(tree), bool)
-        for node, (parent, depth) in enumerate(zip(tree.parents.tolist(), tree.depth.tolist(), strict=True)):
-            on_path = parent == ROOT or right[parent]
-            right[node] = on_path and depth <= levels and self.ranks[node] == ranks[depth - 1]
+        ranks = np.minimum(np.searchsorted(self.rank_ends, rng.random(len(self.depth_shares))), len(self.rank_ends) - 1)
+        right, node = np.zeros(len(tree), bool), ROOT
+        for rank in ranks[:levels]:
+            node = self.first_child[1 + node] + rank
+            right[node] = True
         starts, ends = self._spans
         span = int(np.searchsorted(starts, row, side="right")) - 1
         first, last = starts[span], ends[span] - 1
