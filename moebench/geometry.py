@@ -30,7 +30,8 @@ class Geometry:
     norms. ``kv_bytes_per_token`` is the state that grows with context, over all layers; ``fixed_state_bytes`` the state
     that does not (recurrent and convolution states).
     ``matrices`` of [intermediate, hidden] make an expert: gate, up and down, or a single one where that is the unit of
-    caching. ``tied``: input embedding and head are one matrix. Shared experts are always resident and count as dense weights.
+    caching. ``tied``: input embedding and head are one matrix. Shared experts are always resident and count as dense
+    weights.
     """
 
     name: str

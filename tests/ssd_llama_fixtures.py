@@ -34,7 +34,7 @@ HELD_OUT = Trace(
     *(c[:CUT] for c in (WHOLE.experts, WHOLE.phase, WHOLE.sequence, WHOLE.position)), metadata=WHOLE.metadata
 )
 TINY = Geometry("tinymoe", layers=8, experts=32, top_k=4, hidden=1024, intermediate=64, other_parameters=1000)
-SMALL = Geometry("small", layers=3, experts=8, top_k=2, hidden=128, intermediate=64, other_parameters=1000)
+SMALL = Geometry("small", layers=3, experts=24, top_k=2, hidden=128, intermediate=64, other_parameters=1000)
 ALL = 1 << 20  # tokens of a prompt pass
 
 

@@ -152,7 +152,7 @@ def test_a_prompt_pass_loads_each_active_expert_once(config):
 
 
 def test_temporary_slots_bound_the_waves_of_a_prompt_pass():
-    _, watch, experts = build(options(temporary=4), slots=24, host=40)
+    *_, experts = build(options(temporary=4), slots=24, host=40)
     fetch, most = experts._fetch, []
 
     def fetching(keys, priority):
@@ -188,7 +188,7 @@ def test_residency_is_the_same_wherever_experts_run(monkeypatch):
 @pytest.mark.parametrize(("host", "device", "few"), [(2e-2, 1e-4, True), (1e-6, 2e-2, False)])
 def test_auto_finds_the_faster_side(monkeypatch, host, device, few):
     """A slow host gets nothing, a fast one everything; and the choice shows in the time of a token."""
-    system, watch, _ = run(
+    system, *_ = run(
         options(placement="auto"), slots=200, host=60, host_expert_s=host, expert_s=device, copy_back_s=1e-6
     )
     assert system.report()["splits_tried"] >= 1

@@ -124,10 +124,7 @@ class SsdLlama:
     def admit(self, keys: list[int]) -> np.ndarray:
         """Cold experts get temporary slots; without any, all that may stay do."""
         missing = np.asarray(keys, np.int64)
-        if self.config.temporary:
-            keep = self.admission.earned(missing)
-        else:
-            keep = self.admission.lasting[missing]
+        keep = self.admission.earned(missing) if self.config.temporary else self.admission.lasting[missing]
         self.counted["kept"] += int(keep.sum())
         self.counted["temporary"] += int((~keep).sum())
         return keep
