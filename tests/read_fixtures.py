@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import cache
 
 import numpy as np
 import pytest
@@ -24,8 +25,14 @@ ALL = [*READERS, pytest.param("uring", marks=needs_uring), "faulty"]
 WHOLE = {"uring": {}, **{name: {"block_bytes": 0} for name in (*READERS, "faulty")}}  # one call a piece
 
 
-def make_packs(folder):
-    """The same experts in every layout, and coded."""
+def make_packs(tmp_path_factory):
+    """The same experts in every layout, and coded; written once, for tests that only read."""
+    return _packs_in(tmp_path_factory.getbasetemp() / "read-packs")
+
+
+@cache
+def _packs_in(folder):
+    folder.mkdir()
     source, quant, order = SmallSource(), QuantSpec("int4"), np.random.default_rng(3).permutation(12)
     found = {}
     for name in (*LAYOUTS, "rans"):

@@ -25,7 +25,7 @@ from moebench.units import PAGE
 
 @pytest.fixture(scope="module")
 def packs(tmp_path_factory):
-    return make_packs(tmp_path_factory.mktemp("packs"))
+    return make_packs(tmp_path_factory)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ INNER = ALL[:-1]
 
 @pytest.fixture(scope="module")
 def packs(tmp_path_factory):
-    return make_packs(tmp_path_factory.mktemp("packs"))
+    return make_packs(tmp_path_factory)
 
 
 def read_all(pack, runs=0, **options):
@@ -81,7 +81,7 @@ def test_short_reads_now_and_then_are_made_good(packs, inner, layout):
         }
     ),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_every_mixture_of_faults_ends_in_right_bytes_or_an_error(packs, layout, runs, pool, options):
     if options["inner"] == "uring":
         del options["block_bytes"]

@@ -24,7 +24,7 @@ from moebench.units import PAGE, align_up
 
 @pytest.fixture(scope="module")
 def packs(tmp_path_factory):
-    return make_packs(tmp_path_factory.mktemp("packs"))
+    return make_packs(tmp_path_factory)
 
 
 @pytest.mark.parametrize("block_bytes", [PAGE, 1 << 20])
@@ -59,7 +59,7 @@ def test_a_prefetch_that_holds_the_last_landing_buffer_is_finished_before_the_de
         engine.check_integrity()
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(data=st.data(), pool=st.integers(1, 3))
 def test_whatever_comes_in_between_every_request_gets_its_buffers_and_gives_them_back(data, pool):
     queue, made, reading, ended = BlockQueue([np.zeros(1, np.uint8) for _ in range(pool)]), [], [], []
@@ -93,7 +93,7 @@ def test_whatever_comes_in_between_every_request_gets_its_buffers_and_gives_them
             assert request.parts[0].target is None
             ended.append(request)
 
-    for _ in range(data.draw(st.integers(1, 40))):
+    for _ in range(data.draw(st.integers(1, 30))):
         data.draw(st.sampled_from([put, put, poll, poll, settle, release, promote, cancel]))()
         queue.check_integrity()
     while len(ended) < len(made):

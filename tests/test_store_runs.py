@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import pytest
@@ -20,7 +21,7 @@ from moebench.units import PAGE
 
 @pytest.fixture(scope="module")
 def packs(tmp_path_factory):
-    return make_packs(tmp_path_factory.mktemp("packs"))
+    return make_packs(tmp_path_factory)
 
 
 @pytest.fixture
@@ -102,3 +103,23 @@ def test_an_expert_of_a_run_is_not_taken_back_and_promotes_all_of_it(pack):
         for future in futures:
             future.result(timeout=20)
     assert [key for key, _ in gate.log] == [0, 4, 1]
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("layout", ["packed", "rans"])
+def test_closing_in_the_middle_of_runs_leaves_no_future_open(packs, name, layout):
+    pack = packs[layout]
+    keys = run_of(pack, range(pack.keys))[0]
+    for wait in range(8):
+        buffers = dirty_buffers(pack)
+        engine = open_engine(name, pack, threads=2)
+        futures = engine.submit_run(keys[:6], buffers[:6], DEMAND) + engine.submit_run(keys[6:], buffers[6:], PREFETCH)
+        if wait:
+            with contextlib.suppress(StoreError):
+                futures[wait].result(timeout=20)
+        engine.close()
+        engine.check_integrity()
+        for key, buffer, future in zip(keys, buffers, futures, strict=True):
+            assert future.done()
+            if future.exception() is None:
+                pack.check(key, buffer)

@@ -11,26 +11,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from read_fixtures import dirty_buffers, needs_uring
-from store_fixtures import SmallSource
+from read_fixtures import dirty_buffers, make_packs, needs_uring
 
 from moebench.store import engine_uring, uring
 from moebench.store.block_queue import DEMAND, PREFETCH
 from moebench.store.engine_uring import UringEngine
 from moebench.store.engines import StoreError, open_engine
-from moebench.store.layout import QuantSpec
-from moebench.store.plain import PlainLayout
-from moebench.store.writer import write_pack
 from moebench.units import PAGE
 
 
 @pytest.fixture(scope="module")
 def packs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("packs")
-    return {
-        layout: write_pack(folder / layout, SmallSource(), QuantSpec("int4"), PlainLayout(), layout=layout)
-        for layout in ("packed", "checkpoint")
-    }
+    return make_packs(tmp_path_factory)
 
 
 @pytest.fixture

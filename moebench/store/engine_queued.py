@@ -249,7 +249,10 @@ class QueuedEngine(ReadEngine):
         """One block of ``request`` is read or failed; the last one delivers its experts, a run's on several threads."""
         if self._queue.settle(request, error):
             for part in request.parts[1:]:
-                self._workers.submit(self._deliver, request, part)
+                try:
+                    self._workers.submit(self._deliver, request, part)
+                except RuntimeError:  # the engine is closing and takes no more tasks
+                    self._deliver(request, part)
             self._deliver(request, request.parts[0])
 
     def _deliver(self, request: ReadRequest, part: Part) -> None:

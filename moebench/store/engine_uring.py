@@ -36,7 +36,7 @@ class UringEngine(QueuedEngine):
             raise StoreError(f"engine {self.name}: depth and threads must be at least 1")
         if (why := refusal()) is not None:
             raise StoreError(f"engine uring: {why}; use engine=direct")
-        super().__init__(pack, 0, coded, pool, pool_default=depth, workers=threads, wake=self._wake)
+        super().__init__(pack, 0, coded, pool, pool_default=min(depth, 4 * threads), workers=threads, wake=self._wake)
         self.depth = depth
         self._unread: deque[Transfer] = deque()  # what a short read has left over
         self._fd = open_direct(pack.file_path)
