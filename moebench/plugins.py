@@ -32,6 +32,7 @@ BUILTIN = (
     "moebench.systems.moe_infinity",
     "moebench.systems.specprefetch",
     "moebench.systems.ssd_llama",
+    "moebench.systems.bigmomo",
     "moebench.store.builtin",
 )
 REGISTRY_HOOKS = ("register_systems", "register_hardware", "register_models", "register_io")

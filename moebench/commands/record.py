@@ -221,7 +221,7 @@ def prepared(spec: SystemSpec, knobs: Any, name: str, live: Any, backend: Any, s
     from moebench.harness.assets import with_drafter
 
     known = (live.pack.manifest.model["weights_hash"], live.config, backend.selection_bias())
-    target = Target(name, live.geometry, *known)
+    target = Target(name, live.geometry, *known, trees=backend.trees)
     equipment = spec.equip(knobs, target)
     backend.adapt(equipment.adapters)
     geometry = dataclasses.replace(live.geometry, top_k=equipment.top_k or live.geometry.top_k)

@@ -91,7 +91,8 @@ def _replay(cell: Cell, registry: Registry, progress: Progress) -> Row:
     prompts = np.unique(trace.sequence[trace.phase == PREFILL], return_counts=True)[1]
     longest = 0 if pack else int(prompts.max(initial=1))
     future = demands(trace, config) if cell.spec.foresees(config.knobs) else None
-    equipment = cell.spec.equip(config.knobs, Target(geometry.name, geometry, trace=trace))
+    target = Target(geometry.name, geometry, trace=trace, trees=not geometry.fixed_state_bytes)
+    equipment = cell.spec.equip(config.knobs, target)
     repeats = config.repeats if cell.clock == "wall" else 1
     runs = []
     for _ in range(repeats):
@@ -221,7 +222,7 @@ def _equip(cell: Cell, model: LiveModel, backend: Any) -> Equipment:
     """What the system brings for this model; its adapters are served from here on."""
     held = backend.ops.number_bytes if cell.clock == "wall" else 0
     known = (model.pack.manifest.model["weights_hash"], model.config, backend.selection_bias(), held)
-    target = Target(cell.model, model.geometry, *known)
+    target = Target(cell.model, model.geometry, *known, trees=backend.trees)
     equipment = cell.spec.equip(cell.config.knobs, target)
     backend.adapt(equipment.adapters)
     return equipment
