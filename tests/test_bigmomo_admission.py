@@ -94,7 +94,8 @@ def test_pruning_stays_within_tau_and_leaves_every_row_an_expert_and_its_weight(
     assert (found.experts >= 0).any(1).all()
     assert np.allclose(found.weights.sum(1), scores.sum(1), atol=1e-6)
     gone = np.isin(experts, found.dropped)
-    assert ((found.experts == -1) == gone).all() and (found.weights[gone] == 0).all()
+    assert ((found.experts == -1) == gone).all()
+    assert (found.weights[gone] == 0).all()
     assert (found.experts[~gone] == experts[~gone]).all()
     resident = np.unique(experts)[cost == 0]
     assert not np.isin(found.dropped, resident).any()
@@ -113,7 +114,8 @@ def test_more_tau_drops_more():
     scores, values = rng.dirichlet(np.ones(4), 7), rng.random(7)
     cost = np.full(len(np.unique(experts)), 1e-3)
     counts = [len(pruned_experts(experts, scores, values, cost, tau).dropped) for tau in (0.01, 0.05, 0.2, 0.5, 0.9)]
-    assert counts == sorted(counts) and counts[0] < counts[-1]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1]
 
 
 def test_of_two_experts_of_one_impact_the_one_that_is_dear_to_move_goes_first():

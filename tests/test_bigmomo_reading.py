@@ -26,7 +26,8 @@ def test_every_key_is_read_once_in_order_of_place_by_requests_within_gap_and_bou
         assert (np.diff(at) - 1 <= gap).all()
     assert between == sum(1000 - np.array(run[-1]) - (1000 - run[0]) + 1 - len(run) for run in runs)
     if gap == NEVER:
-        assert len(runs) == len(keys) and between == 0
+        assert len(runs) == len(keys)
+        assert between == 0
 
 
 @given(placed, bounds)
@@ -36,7 +37,8 @@ def test_a_wider_gap_means_no_more_requests_and_no_fewer_experts_read(places, mo
     if most >= 201:  # pieces of a bound may split what a narrower gap split elsewhere
         assert (np.diff([e.sum() for e in ends]) <= 0).all()
     assert ends[1].sum() <= ends[0].sum()
-    assert (spans(places, ends[1]).sum() == len(places)) and spans(places, ends[0]).sum() == len(places)
+    assert spans(places, ends[1]).sum() == len(places)
+    assert spans(places, ends[0]).sum() == len(places)
 
 
 def latency_bound(latency):
