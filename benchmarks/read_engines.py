@@ -1,6 +1,7 @@
 """Read engines against each other: bytes a second, calls and processor time, by expert size and by depth.
 
-    python benchmarks/read_engines.py [--folder DIR] [--gib N] [--rounds N] [--codec none|rans] [--sizes MIB ...]
+    python benchmarks/read_engines.py [--folder DIR] [--gib N] [--rounds N] [--codec none|rans]
+                                      [--sizes MIB ...] [--arms ARM ...]
 
 For each size a pack of random experts is written to a folder of its own and removed again. An arm reads bursts of 8
 experts, as a layer's misses come, and waits for all 8; every expert is hashed. Rounds of all arms alternate in shuffled
@@ -102,6 +103,7 @@ def measure(pack: Pack, arguments: argparse.Namespace) -> dict[str, list[dict[st
             arms[arm] = lambda seed, arm=arm: read(pack, arm, arguments.each * MIB, seed)
     if shutil.which("fio") and not pack.coded:
         arms |= {arm: (lambda seed, arm=arm: read_fio(pack, arm, seed)) for arm in FIO}
+    arms = {arm: run for arm, run in arms.items() if not arguments.arms or arm in arguments.arms}
     found: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
     for number in range(arguments.rounds):
         order = list(arms)
@@ -120,6 +122,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--codec", default="none", choices=("none", "rans"))
     parser.add_argument("--sizes", type=float, nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--arms", nargs="+", choices=[*ARMS, *FIO], help="these alone")
     arguments = parser.parse_args()
     document = []
     print("MiB    arm                                 GB/s best  median  calls/expert  CPU s/GiB")
