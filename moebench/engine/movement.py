@@ -156,7 +156,7 @@ class Movement:
     def _host_room(self, key: int, leaving: Sequence[int] = ()) -> bool:
         """Free one host slot; False if every host slot is in flight and, for a prefetch, always rather than wait.
 
-        What the device holds too goes first, but not the copies of those that are ``leaving`` it.
+        What the device holds too goes first, but not what is ``leaving`` it now or after this wave.
         """
         layer = key // self.geometry.experts
         while not self.host.free_slots(layer):
@@ -164,7 +164,8 @@ class Movement:
             if self.in_flight:
                 candidates = candidates[~np.isin(candidates, [*self.in_flight])]
             above = self.device.slot_of[candidates] >= 0
-            doubled = candidates[above & ~np.isin(candidates, leaving)] if len(leaving) else candidates[above]
+            short = [*leaving, *self.temporary]
+            doubled = candidates[above & ~np.isin(candidates, short)] if short else candidates[above]
             if self.rules.late_eviction:  # what the wave has just read waits here for its device slot
                 candidates = candidates[above | np.array([k not in self._wave for k in candidates.tolist()], bool)]
             if len(doubled):  # the device holds it too: nothing is lost
