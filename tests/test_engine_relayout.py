@@ -190,6 +190,18 @@ def test_a_unit_under_way_is_ended_and_the_next_one_waits_for_the_read():
     assert write.done_s == pytest.approx(read.done_s + 1e-3)
 
 
+def test_writes_stand_behind_prefetches_but_a_unit_that_was_begun_is_not_broken_off():
+    timeline = VirtualTimeline(costs(write_unit_bytes=UNIT, write_unit_s=1e-3))
+    write = timeline.write(2 * UNIT)
+    timeline.compute_experts(4, 4)  # 0.4 ms: amid the first unit
+    ahead = timeline.read([0, 1], [0, 1], "device", PREFETCH)
+    timeline.compute_experts(50, 50)
+    assert timeline.is_ready(write)
+    ends = [timeline.is_ready(ticket) and ticket.done_s for ticket in ahead]
+    assert ends == pytest.approx([1.5e-3, 2e-3])
+    assert write.done_s == pytest.approx(3e-3)
+
+
 def test_reads_that_coalesce_where_swaps_brought_experts_together():
     """Experts 0 and 6 of every layer are always read together: next to each other they take one request."""
 

@@ -193,8 +193,7 @@ class VirtualTimeline(Timeline):
                 self._arrive(ticket, start)
             else:
                 self._left[ticket], self._begun = need - used, ticket
-        if not self._queue:
-            self.writes.fill(start, until)
+        self.writes.fill(start, until)
         self._swept = max(self._swept, until)
 
     def promote(self, ticket: Ticket) -> None:
