@@ -34,7 +34,7 @@ from moebench.units import PAGE
 
 @pytest.fixture(scope="module")
 def packs(tmp_path_factory):
-    return make_packs(tmp_path_factory.mktemp("packs"))
+    return make_packs(tmp_path_factory)
 
 
 @pytest.fixture(autouse=True)
@@ -319,9 +319,6 @@ class Held(ReadEngine):
     def staging_bytes(self):
         return 0
 
-    def check_integrity(self):
-        pass
-
 
 @pytest.fixture
 def held(packs, tmp_path):
@@ -441,6 +438,7 @@ def test_every_engine_reads_right_bytes_while_experts_keep_changing_places(packs
                 future.result(20)
                 np.testing.assert_array_equal(buffers[key][: pack.expert_bytes], data[key][: pack.expert_bytes])
             engine.check_integrity()
+            engine.inner.check_integrity()
         if engine._swap is not None:
             assert settle(engine)
         check_all(overlay)

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
@@ -93,10 +94,10 @@ class RelocatingEngine(ReadEngine):
                 self._ended(key)
             raise
         for key, future in zip(keys, futures, strict=True):
-            future.add_done_callback(lambda _, key=key: self._ended(key))
+            future.add_done_callback(partial(self._ended, key))
         return futures
 
-    def _ended(self, key: int) -> None:
+    def _ended(self, key: int, _: Future[int] | None = None) -> None:
         with self._changed:
             self._reading[key] -= 1
             if not self._reading[key]:
@@ -146,7 +147,7 @@ class RelocatingEngine(ReadEngine):
             waited += time.perf_counter() - before
 
         try:
-            self.overlay.swap(a, b, *self._room, before_unit=pause)
+            self.overlay.swap(a, b, self._room[0], self._room[1], pause)
         except OSError as error:
             raise StoreError(f"{self.overlay.file_path}: moving experts {a} and {b}: {error.strerror}") from error
         finally:
@@ -197,7 +198,6 @@ class RelocatingEngine(ReadEngine):
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` where reads, swaps and the map contradict each other."""
-        self.inner.check_integrity()
         self.overlay.check_integrity()
         with self._changed:
             assert all(n > 0 for n in self._reading.values()), "a read ended twice"
