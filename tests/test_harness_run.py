@@ -343,7 +343,7 @@ def test_replaying_random_bytes_reads_exactly_what_it_reports(mini, tmp_path):  
     options = {**REPLAY, "hw": "host", "system": "ondemand"}
     (row,) = moebench.run(**options)
     assert row.protocol["clock"] == "wall"
-    pack = Pack.open(tmp_path / "home" / "packs" / "random-mini-int4")
+    pack = Pack.open(tmp_path / "home" / "packs" / "random-mini-4x16x128x64-int4-64-packed-none")
     pack.verify()
     assert (pack.layers, pack.experts, pack.expert_bytes) == (4, 16, GEOMETRY.expert_bytes)
     reads, mib = row.metrics["reads_per_token"].value, row.metrics["ssd_mib_per_token"].value
@@ -363,7 +363,7 @@ def test_damage_under_a_measured_replay_is_a_failed_row(mini, tmp_path, capsys):
     words = [word for word in WORDS if not word.startswith("hw=")]
     assert main(["run", "system=ondemand", "hw=host", *words]) == 0
     capsys.readouterr()
-    file = tmp_path / "home" / "packs" / "random-mini-int4" / "experts.bin"
+    file = tmp_path / "home" / "packs" / "random-mini-4x16x128x64-int4-64-packed-none" / "experts.bin"
     file.write_bytes(bytes(file.stat().st_size))
     assert main(["run", "system=ondemand", "hw=host", *words]) == 1
     (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]

@@ -23,7 +23,10 @@ def random_pack(geometry: Geometry, layout: str, codec: str, progress: Callable[
         raise UsageError("layout=ordered has no meaning for random experts; a measured replay takes the other layouts")
     folder = home() / "packs"
     folder.mkdir(parents=True, exist_ok=True)
-    out = folder / f"random-{geometry.name}-{geometry.quant}-{layout}-{codec}"
+    sizes = (
+        f"{geometry.layers}x{geometry.experts}x{geometry.intermediate}x{geometry.hidden}"  # a geometry may be edited
+    )
+    out = folder / f"random-{geometry.name}-{sizes}-{geometry.quant}-{geometry.group}-{layout}-{codec}"
     if (out / MANIFEST).is_file():
         return open_kept(out)
     need, free = geometry.keys * geometry.slot_bytes, shutil.disk_usage(folder).free

@@ -61,7 +61,8 @@ def encode(tensors: Sequence[TensorSpec], buffer: np.ndarray, lanes: int | None 
     again = np.empty(size, np.uint8)
     decode(stored, again)
     for spec in tensors:
-        if not np.array_equal(*(b[spec.offset : spec.offset + spec.nbytes] for b in (again, buffer))):
+        part = slice(spec.offset, spec.offset + spec.nbytes)
+        if not np.array_equal(again[part], buffer[part]):
             raise StoreError(f"tensor part {spec.name}: rANS did not give back what it was given")
     return stored
 

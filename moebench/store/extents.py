@@ -122,7 +122,7 @@ class Extents:
     def file_bytes(self) -> int:
         """Size of experts.bin, a multiple of 4096 in every layout."""
         if self.lengths is not None:
-            return int(align_up(np.array(self.lengths)).sum())
+            return sum(map(align_up, self.lengths))
         return align_up(self._stacked_from + self.layers * self._layer_bytes)
 
     @property
@@ -151,7 +151,7 @@ class Extents:
     def offsets(self) -> np.ndarray:
         """Offset of each expert's first byte, int64 [keys]."""
         if self.lengths is not None:
-            spans = align_up(np.array(self.lengths))[np.argsort(self.position)]
+            spans = np.array([align_up(nbytes) for nbytes in self.lengths])[np.argsort(self.position)]
             return (np.cumsum(spans) - spans)[self.position]
         first = self.pieces[0]
         if first.aligned:

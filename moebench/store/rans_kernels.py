@@ -111,10 +111,10 @@ def fill_table(symbols: np.ndarray, frequencies: np.ndarray, table: np.ndarray) 
 
 
 @intrinsic
-def _address(typing, array, index):  # type: ignore[no-untyped-def]
+def _address(typing, array, index):
     """Pointer to ``array[index]``, for ``_vector_step``."""
 
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):
         data = arrayobj.make_array(signature.args[0])(context, builder, args[0]).data
         return builder.gep(data, [args[1]])
 
@@ -122,20 +122,20 @@ def _address(typing, array, index):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def _vector_step(typing, states, table, words, out):  # type: ignore[no-untyped-def]
+def _vector_step(typing, states, table, words, out):
     """Decode one symbol of each of ``WIDTH`` lanes to ``out``; returns the number of words taken in."""
 
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):
         b, (states, table, words, out) = builder, args
         i1, i8, i16, i32, i64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 
-        def vector(kind):  # type: ignore[no-untyped-def]
+        def vector(kind):
             return ir.VectorType(kind, WIDTH)
 
-        def every(value, kind=i32):  # type: ignore[no-untyped-def]
+        def every(value, kind=i32):
             return ir.Constant(vector(kind), [value] * WIDTH)
 
-        def call(name, result, *values):  # type: ignore[no-untyped-def]
+        def call(name, result, *values):
             kind = ir.FunctionType(result, [value.type for value in values])
             return b.call(cgutils.get_or_insert_function(b.module, kind, f"llvm.{name}"), values)
 
@@ -163,7 +163,7 @@ def _vector_step(typing, states, table, words, out):  # type: ignore[no-untyped-
 
 
 @njit(nogil=True, cache=True)
-def _symbols(stream, position, table, states, out, vector) -> int:  # type: ignore[no-untyped-def]
+def _symbols(stream, position, table, states, out, vector) -> int:
     """Decode the next symbols of a plane to ``out`` (uint8), whole rows of lanes or the plane's last ones.
 
     Takes words of ``stream`` (uint16, not empty) from ``position`` on and moves ``states`` (uint32) forward; returns
@@ -193,7 +193,7 @@ def _symbols(stream, position, table, states, out, vector) -> int:  # type: igno
 
 
 @njit(nogil=True, cache=True)
-def _open(stored, record, table):  # type: ignore[no-untyped-def]
+def _open(stored, record, table):
     """Status, states (a copy) and words of a coded plane, these behind its frequencies; fills ``table``."""
     lanes, symbols = record[LANES], record[SYMBOLS]
     tables = record[BODY] + 4 * lanes
@@ -206,7 +206,7 @@ def _open(stored, record, table):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _plane(stored, record, table, out, vector):  # type: ignore[no-untyped-def]
+def _plane(stored, record, table, out, vector):
     """Put the symbols of one plane into ``out`` (uint8 [count]); returns its status."""
     if record[LANES] == 0:
         if record[BODY] + record[COUNT] > stored.size:
@@ -221,14 +221,14 @@ def _plane(stored, record, table, out, vector):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _join(high, low, values):  # type: ignore[no-untyped-def]
+def _join(high, low, values):
     """16-bit floats from their planes: turn them right by one bit."""
     for i in range(values.size):
         values[i] = _u32(high[i]) << _u32(7) | _u32(low[i]) >> _u32(1) | (_u32(low[i]) & _u32(1)) << _u32(15)
 
 
 @njit(nogil=True, cache=True)
-def _floats(stored, above, below, table, out, vector):  # type: ignore[no-untyped-def]
+def _floats(stored, above, below, table, out, vector):
     """Decode a HIGH and a LOW plane into ``out`` (uint8); in pieces that stay in the processor's nearest memory."""
     count = above[COUNT]
     low = stored[:0]
@@ -262,7 +262,7 @@ def _floats(stored, above, below, table, out, vector):  # type: ignore[no-untype
 
 
 @njit(nogil=True, cache=True)
-def decode_planes(stored, records, out, vector) -> tuple[int, int]:  # type: ignore[no-untyped-def]
+def decode_planes(stored, records, out, vector) -> tuple[int, int]:
     """Decode the planes of ``stored`` (uint8) that ``records`` (int64 [planes, FIELDS]) lists into ``out`` (uint8).
 
     What no plane fills becomes zero. Returns a status and the plane it belongs to.
