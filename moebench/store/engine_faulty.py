@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -127,8 +128,11 @@ class FaultyEngine(ReadEngine):
         outer: list[Future[int]] = [Future() for _ in inner]
         for done, future in zip(inner, outer, strict=True):
             future.set_running_or_notify_cancel()
-            done.add_done_callback(lambda done, future=future: self._hand_out([(done, future)]))
+            done.add_done_callback(partial(self._finished, future))
         return outer
+
+    def _finished(self, outer: Future[int], done: Future[int]) -> None:
+        self._hand_out([(done, outer)])
 
     def _hand_out(self, finished: list[tuple[Future[int], Future[int]]], gone: int = 0) -> None:
         """Hold ``finished`` until enough are held or nothing else can come, then release in random order."""

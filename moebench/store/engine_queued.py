@@ -204,12 +204,10 @@ class QueuedEngine(ReadEngine):
 
     def _run(self, parts: list[Part]) -> deque[Block]:
         pieces: list[Piece] = []
-        start = end = None
+        start = end = self.pack.segments(parts[0].key)[0].offset
         for part in parts:
             (segment,) = self.pack.segments(part.key)
             part.nbytes = align_up(segment.nbytes)  # every buffer has room for the rest of the last page
-            if end is None:
-                start = end = segment.offset
             if segment.offset < end:
                 raise StoreError(f"{self.pack.where(part.key)}: a run must ascend on storage")
             if segment.offset > end:
@@ -225,11 +223,13 @@ class QueuedEngine(ReadEngine):
         return deque([Block(start, tuple(pieces))])
 
     def _transfer(self, request: ReadRequest, block: Block) -> Transfer:
-        views = []
+        views: list[np.ndarray] = []
         for part, start, nbytes in block.pieces:
             if part is not None:
+                assert part.target is not None
                 views.append(part.target[start : start + nbytes])
                 continue
+            assert self._scratch is not None
             whole, rest = divmod(nbytes, SCRATCH)
             views += [self._scratch] * whole + [self._scratch[:rest]] * bool(rest)
         return Transfer(request, block, views, PAGE if self.past_cache else 1)
@@ -277,6 +277,7 @@ class QueuedEngine(ReadEngine):
             self.pack.decode(part.key, part.target, part.buffer)
             return
         if self._landing_bytes:
+            assert part.target is not None
             for segment, read in zip(self.pack.segments(part.key), self._reads(part.key), strict=True):
                 at = read.dest + segment.offset - read.offset
                 part.buffer[segment.dest : segment.dest + segment.nbytes] = part.target[at : at + segment.nbytes]

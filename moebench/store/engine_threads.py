@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from moebench.store.engine_queued import QueuedEngine
+from moebench.store.engine_queued import QueuedEngine, Transfer
 from moebench.store.engines import StoreError
 from moebench.store.pack import Pack
 from moebench.store.pages import open_direct
@@ -63,20 +64,20 @@ class ThreadEngine(QueuedEngine):
             error = None
             try:
                 transfer = self._transfer(*taken)
-                while not transfer.advance(self._outcome(transfer, lambda t=transfer: self._call(t))):
+                while not transfer.advance(self._outcome(transfer, partial(self._call, transfer))):
                     pass
             except Exception as problem:  # a thread that dies would leave futures waiting for ever
                 error = problem
             self._settle(taken[0], error)
 
-    def _call(self, transfer) -> int:
+    def _call(self, transfer: Transfer) -> int:
         with self._lock:
             self.calls += 1
         return self._read_at(self._fd, transfer.views, transfer.at)
 
     def _read_at(self, fd: int, views: list[np.ndarray], offset: int) -> int:
         """One read call: fill ``views`` from the first on, return how many bytes came."""
-        return os.preadv(fd, views, offset)
+        return os.preadv(fd, [view.data for view in views], offset)
 
 
 class PreadEngine(ThreadEngine):

@@ -28,7 +28,7 @@ def open_direct(path: Path) -> int:
             fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)
         elif not hasattr(os, "O_DIRECT"):
             raise OSError(None, "neither O_DIRECT nor F_NOCACHE")
-        os.preadv(fd, [aligned_buffer(PAGE)], 0)  # some file systems refuse only the first read
+        os.preadv(fd, [aligned_buffer(PAGE).data], 0)  # some file systems refuse only the first read
     except OSError as error:
         if fd >= 0:
             os.close(fd)

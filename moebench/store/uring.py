@@ -56,7 +56,8 @@ class Ring:
         self._submit_tail, self._submit_mask = word(self._ring, sq[1]), self.entries - 1
         self._head, self._tail = word(self._ring, cq[0]), word(self._ring, cq[1])
         self._cqes, self._complete_mask = cq[5], complete - 1
-        self._queued, self._in_flight = 0, {}
+        self._queued = 0
+        self._in_flight: dict[int, np.ndarray] = {}
 
     def readv(self, fd: int, buffers: np.ndarray, offset: int, name: int) -> None:
         """Queue a read into ``buffers``, uint64 [n, 2] of address and length (struct iovec).
@@ -90,7 +91,7 @@ class Ring:
 
     def close(self) -> None:
         """Release the ring; what is in flight is cancelled by the kernel."""
-        self._submit_tail = self._head = self._tail = None  # exported views would keep the mapping from closing
+        del self._submit_tail, self._head, self._tail  # exported views would keep the mapping from closing
         self._ring.close()
         self._sqes.close()
         os.close(self._fd)
