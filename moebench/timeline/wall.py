@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
 from moebench.store.engines import ReadEngine
 from moebench.timeline.base import DEMAND, Ticket, Timeline
+
+COPIERS = 2  # threads that copy between slots, and decode on the way
 
 
 def submit(
@@ -63,7 +65,7 @@ class Moves:
 
 
 class WallTimeline(Timeline):
-    """Drives ``engine`` and a copy thread. ``buffer(tier, slot)`` gives the bytes of a slot."""
+    """Drives ``engine`` and copy threads. ``buffer(tier, slot)`` gives the bytes of a slot."""
 
     clock = "wall"
 
@@ -98,18 +100,32 @@ class WallTimeline(Timeline):
         return tickets
 
     def copy(self, key: int, source: tuple[str, int], target: tuple[str, int], after: Ticket | None) -> Ticket:
-        """Copy the expert's bytes in the copy thread, once ``after`` has landed."""
+        """Copy the expert's bytes in a copy thread as soon as ``after`` has landed, whatever else is under way."""
         if self._copier is None:
-            self._copier = ThreadPoolExecutor(1, thread_name_prefix="moebench-copy")
+            self._copier = ThreadPoolExecutor(COPIERS, thread_name_prefix="moebench-copy")
         ticket = Ticket(key, self.engine.pack.expert_bytes, target[1], DEMAND, self.now())
-        ticket.handle = self._copier.submit(self._copy, self._moves.move(key, source, target), after)
-        return ticket
+        ticket.handle = done = Future()
+        move = self._moves.move(key, source, target)
 
-    @staticmethod
-    def _copy(move: Callable[[], None], after: Ticket | None) -> None:
-        if after is not None:
-            after.handle.result()
-        move()
+        def copied() -> None:
+            try:
+                move()
+            except Exception as error:  # a thread that dies would leave the loop waiting for ever
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        def landed(read: Future) -> None:
+            if (error := read.exception()) is not None:
+                done.set_exception(error)
+            else:
+                self._copier.submit(copied)
+
+        if after is None:
+            self._copier.submit(copied)
+        else:
+            after.handle.add_done_callback(landed)
+        return ticket
 
     def is_ready(self, ticket: Ticket) -> bool:
         """Whether the transfer ended; one that failed is for ``wait`` to raise."""
@@ -121,12 +137,8 @@ class WallTimeline(Timeline):
             self.engine.promote(ticket.key)
 
     def cancel(self, read: Ticket, copy: Ticket | None) -> bool:
-        """Take a queued read back from the engine; a copy that waits for it ends with it."""
-        if read.priority == DEMAND or not self.engine.cancel(read.key):
-            return False
-        if copy is not None and not copy.handle.cancel():
-            wait([copy.handle])  # the copier had begun to wait for the read, and moves nothing now
-        return True
+        """Take a queued read back from the engine; a copy that waits for it fails with it, and moves nothing."""
+        return read.priority != DEMAND and self.engine.cancel(read.key)
 
     def wait(self, ticket: Ticket) -> float:
         """Block until the transfer ended; returns the seconds it took and raises its error."""
@@ -170,7 +182,7 @@ class WallTimeline(Timeline):
         """Real synchronisation takes its own time."""
 
     def close(self) -> None:
-        """Stop the copy thread and the engine."""
-        if self._copier is not None:
-            self._copier.shutdown(wait=True, cancel_futures=True)
+        """Stop the engine, then the copy threads, which it may still hand something."""
         self.engine.close()
+        if self._copier is not None:
+            self._copier.shutdown(wait=True)
