@@ -43,8 +43,8 @@ PUBLISHED = (
         "rtx5090_32gb",
         "deepseek-v4-flash",
         {"decode_tok_s": (1 / 0.51395, f"{SOURCE}: 513.95 ms per token")},
-        "control of its placement experiment, all six experts on the card: 16,770 reads are 65 tokens of 43 layers with 6 "
-        "each, so nothing was found in a cache; size of RAM not stated",
+        "control of its placement experiment, all six experts on the card: 16,770 reads are 65 tokens of 43 layers "
+        "with 6 each, so nothing was found in a cache; size of RAM not stated",
         nothing_kept,
     ),
 )
