@@ -55,7 +55,7 @@ def follow(answers, prompts, depth):
     return lambda b, tokens: chain(answers[b][len(tokens) - len(prompts[b]) :][:depth])
 
 
-@settings(max_examples=18, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 2**32 - 1),
     family=st.sampled_from(FAMILIES),

@@ -40,23 +40,33 @@ def path_mask(step: Step, seen: torch.Tensor, shape: tuple[int, int], dtype: tor
 def attend_paths(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, **options: Any
 ) -> tuple[torch.Tensor, None]:
-    """The family's eager attention, row by row over the columns that the row sees.
+    """The family's eager attention, each row by itself over the columns that it sees; rows that see equally many
+    columns go together.
 
-    What is masked between them moves the terms of the sums, so a row that skips columns would get other last bits than
-    in a pass of its own. Padding in front stays, as such a pass has it too.
+    What is masked between or behind them moves the terms of the sums, so a row that skips columns would get other last
+    bits than in a pass of its own. Padding in front stays, as such a pass has it too.
     """
     eager = sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
-    out = []
-    for b in range(len(query)):
-        for row in range(query.shape[2]):
-            here = (slice(b, b + 1), slice(None), slice(row, row + 1))
-            visible = mask[b, 0, row] == 0
-            first = int(visible.int().argmax())
-            visible[:first] = True
-            own = mask[here][..., visible] if first else None
-            of = (slice(b, b + 1), slice(None), visible)
-            out.append(eager(module, query[here], key[of], value[of], own, **options)[0])
-    return torch.cat(out, 1).view(len(query), -1, *out[0].shape[2:]), None
+    visible = mask[:, 0] == 0
+    own = visible | (visible.cumsum(-1) == 0)  # bool [B, W, T]
+    counts = own.sum(-1)
+    out = None
+    for count in counts.unique().tolist():
+        b, row = (counts == count).nonzero(as_tuple=True)
+        columns = own[b, row].nonzero()[:, 1].view(-1, count)
+        of_rows = (b[:, None], slice(None), columns)  # [rows, count, heads, size]
+        part, _ = eager(
+            module,
+            query[b, :, row][:, :, None],
+            key[of_rows].transpose(1, 2).contiguous(),
+            value[of_rows].transpose(1, 2).contiguous(),
+            mask[b, 0, row].gather(-1, columns)[:, None, None],
+            **options,
+        )
+        if out is None:
+            out = part.new_empty(*query.shape[:1], query.shape[2], *part.shape[2:])
+        out[b, row] = part[:, 0]
+    return out, None
 
 
 @contextmanager
