@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from moebench.units import KIB
 
 
+def _not_given(nbytes: int, depth: int) -> float:
+    raise AssertionError("costs without request_s know no request of several neighbours")
+
+
 @dataclass(frozen=True)
 class Costs:
     """Seconds and bytes of every operation the virtual clock can be asked for.
@@ -57,7 +61,7 @@ class Costs:
     host_sync_s: float
     byte_s: float = 0.0
     requests: int = 1
-    request_s: Callable[[int, int], float] | None = None
+    request_s: Callable[[int, int], float] = _not_given
     decode_s: float = 0.0
     copy_coded_s: float = 0.0
     host_expert_s: float = 0.0

@@ -101,10 +101,10 @@ class WallTimeline(Timeline):
 
     def copy(self, key: int, source: tuple[str, int], target: tuple[str, int], after: Ticket | None) -> Ticket:
         """Copy the expert's bytes in a copy thread as soon as ``after`` has landed, whatever else is under way."""
-        if self._copier is None:
-            self._copier = ThreadPoolExecutor(COPIERS, thread_name_prefix="moebench-copy")
+        copier = self._copier = self._copier or ThreadPoolExecutor(COPIERS, thread_name_prefix="moebench-copy")
         ticket = Ticket(key, self.engine.pack.expert_bytes, target[1], DEMAND, self.now())
-        ticket.handle = done = Future()
+        done: Future[None] = Future()
+        ticket.handle = done
         move = self._moves.move(key, source, target)
 
         def copied() -> None:
@@ -119,10 +119,10 @@ class WallTimeline(Timeline):
             if (error := read.exception()) is not None:
                 done.set_exception(error)
             else:
-                self._copier.submit(copied)
+                copier.submit(copied)
 
         if after is None:
-            self._copier.submit(copied)
+            copier.submit(copied)
         else:
             after.handle.add_done_callback(landed)
         return ticket

@@ -1,0 +1,228 @@
+"""The storage of a modeled machine: a queue that serves demand first, a page cache, and writes in what time is left.
+
+Reads issued together overlap: the first completes after the time one read takes alone, the last when the device has
+moved all of them at the throughput it reaches at that depth. Prefetch reads fill the time demand leaves free; a demand
+read waits at most for the prefetch block already on the device. Writes fill what reads leave, unit by unit.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+
+from moebench.residency.places import Places
+from moebench.timeline.base import DEMAND, PREFETCH, Ticket, Timeline
+from moebench.timeline.costs import Costs
+from moebench.timeline.writes import Writes
+
+
+class ModeledStorage(Timeline):
+    """The part of a modeled clock that reads. ``storage_bytes`` counts what storage itself delivered, page-cache hits
+    excluded, and ``storage_requests`` in how many pieces. ``places`` says which experts are neighbours there.
+    """
+
+    def __init__(self, costs: Costs, places: Places | None = None) -> None:
+        self.costs, self.places = costs, places
+        self.storage_bytes = self.storage_requests = 0
+        self._now = 0.0
+        self._demand_free = 0.0  # when storage has served all demand reads issued so far
+        self._swept = 0.0  # prefetch service is simulated up to here
+        self._queue: deque[Ticket] = deque()  # prefetch reads waiting or under way, in order
+        self._left: dict[Ticket, float] = {}  # seconds of service each still needs
+        self._begun: Ticket | None = None  # the one at the head that was served in part
+        self.writes = Writes(costs.write_unit_bytes, costs.write_unit_s)
+        self._towards: dict[Ticket, str] = {}  # copies that wait for their read, and the tier they go to
+        self._memory_free = self._decoder_free = self._map_free = 0.0
+        self._coded: set[Ticket] = set()  # transfers that are decoded as they arrive
+        self._unmapped: set[Ticket] = set()  # transfers whose expert has to be mapped when it is there
+        self._decoded_below: set[int] = set()  # experts that came down to the host, decoded
+        self._pages: OrderedDict[int, None] = OrderedDict()
+        self._page_slots = costs.page_cache_bytes // max(1, costs.expert_bytes)
+
+    def read(
+        self, keys: Sequence[int], slots: Sequence[int], tier: str, priority: int, together: Sequence[int] = ()
+    ) -> list[Ticket]:
+        """Start reads; completion times of demand reads are known at once, those of prefetches as time passes."""
+        costs = self.costs
+        if tier == "device":  # by way of a host slot it is the copy up that the host thread issues
+            self._now += costs.load_host_s * len(keys)
+        now, tickets, cold = self._now, [], []
+        for key, slot in zip(keys, slots, strict=True):
+            ticket = Ticket(key, costs.read_bytes, slot, priority, now)
+            tickets.append(ticket)
+            if costs.map_s and tier == "device":
+                self._unmapped.add(ticket)
+            if costs.decode_s:
+                if tier == "device":
+                    self._coded.add(ticket)
+                else:
+                    self._decoded_below.discard(key)
+            if self._page_slots and self._from_page_cache(key):
+                self._memory_free = max(now, self._memory_free) + costs.cached_s
+                self._arrive(ticket, self._memory_free)
+            else:
+                cold.append(ticket)
+        if not cold:
+            return tickets
+        if together:
+            self._read_runs(tickets, together)
+            return tickets
+        self.storage_bytes += costs.read_bytes * len(cold)
+        self.storage_requests += costs.requests * len(cold)
+        if priority == DEMAND:
+            self._serve(cold)
+        else:
+            self._sweep(now)
+            depth = len(self._queue) + len(cold)
+            service = max(costs.read_s[min(len(costs.read_s) - 1, depth)], costs.read_s[1] / depth)
+            for ticket in cold:
+                self._queue.append(ticket)
+                self._left[ticket] = service
+        return tickets
+
+    def _read_runs(self, tickets: list[Ticket], together: Sequence[int]) -> None:
+        """Requests of several neighbours each: a run is read whole, from its first cold expert to its last."""
+        costs, at, requests = self.costs, 0, []
+        for count in together:
+            run = [t for t in tickets[at : at + count] if t.done_s is None]
+            at += count
+            if run:
+                first, last = self.places([run[0].key, run[-1].key]).tolist() if self.places else (0, len(run) - 1)
+                gap = last - first + 1 - len(run)
+                run[0].nbytes += gap * costs.read_bytes
+                requests.append((run, (len(run) + gap) * costs.read_bytes))
+        self.storage_bytes += sum(nbytes for _, nbytes in requests)
+        self.storage_requests += len(requests)
+        if tickets[0].priority == DEMAND:
+            start, waiting = self._begin_service()
+            each = [costs.request_s(nbytes, len(requests) + waiting) for _, nbytes in requests]
+            ends = self._spread(start, each, costs.request_s(requests[0][1], 1), waiting)
+            for (run, _), end in zip(requests, ends, strict=True):
+                for ticket in run:
+                    self._arrive(ticket, end)
+        else:
+            self._sweep(self._now)
+            depth = len(self._queue) + len(requests)
+            for run, nbytes in requests:
+                service = max(costs.request_s(nbytes, depth), costs.request_s(nbytes, 1) / depth)
+                for ticket in run:
+                    self._queue.append(ticket)
+                    self._left[ticket] = service / len(run)
+
+    def _arrive(self, ticket: Ticket, at: float) -> None:
+        """The last byte of a read comes in at ``at``; a compressed expert is complete when it is decoded."""
+        if ticket in self._coded:
+            self._coded.discard(ticket)
+            at = self._decoder_free = max(at, self._decoder_free) + self.costs.decode_s
+        if ticket in self._unmapped:
+            self._unmapped.discard(ticket)
+            at = self._map_free = max(at, self._map_free) + self.costs.map_s
+        ticket.done_s = at
+
+    def _serve(self, tickets: list[Ticket]) -> None:
+        """Completion times of demand reads issued now: first after a lone read's time, last at full throughput."""
+        costs = self.costs
+        start, waiting = self._begin_service()
+        count = len(tickets)
+        each = costs.read_s[min(len(costs.read_s) - 1, count + waiting)]
+        ends = self._spread(start, [each] * count, costs.read_s[1], waiting)
+        for ticket, end in zip(tickets, ends, strict=True):
+            self._arrive(ticket, end)
+
+    def _begin_service(self) -> tuple[float, int]:
+        """When storage turns to demand issued now, and how many experts it has waiting before."""
+        now = self._now
+        self._sweep(now)
+        backlog = self._demand_free - now
+        if backlog > 0:
+            return self._demand_free, max(0, round(backlog / self.costs.read_s[-1]))
+        if self.writes.begun:
+            return self.writes.end_unit(now), 0
+        return now + (min(self.costs.block_s, self._head_left()) if self._queue else 0.0), 0
+
+    def _spread(self, start: float, each: list[float], alone: float, waiting: int) -> list[float]:
+        """Ends of requests that overlap: the first after its time alone, the last when all service is done."""
+        count, same = len(each), min(each) == max(each)
+        total = count * each[0] if same else sum(each)
+        if not waiting:
+            total = max(total, alone)
+        first = each[0] if waiting else min(total, alone)
+        self._demand_free = start + total
+        if count == 1:
+            return [start + total]
+        if same:
+            gap = (total - first) / (count - 1)
+            return [start + first + gap * i for i in range(count)]
+        rest, done, ends = sum(each[1:]), 0.0, [start + first]
+        for service in each[1:]:
+            done += service
+            ends.append(start + first + (total - first) * (done / rest))
+        return ends
+
+    def _head_left(self) -> float:
+        return self._left[self._queue[0]]
+
+    def _sweep(self, until: float) -> None:
+        """Give prefetch reads, then writes, the time from the last sweep to ``until`` in which no demand was served."""
+        start = max(self._swept, min(self._demand_free, until))
+        if self.writes.begun:
+            start = self.writes.go_on(start, until)
+        while self._queue and start < until:
+            ticket = self._queue[0]
+            start = max(start, ticket.issued_s)
+            need = self._left[ticket]
+            used = min(need, until - start)
+            if used <= 0:
+                break
+            start += used
+            if used == need:
+                self._queue.popleft()
+                del self._left[ticket]
+                self._arrive(ticket, start)
+            else:
+                self._left[ticket], self._begun = need - used, ticket
+        self.writes.fill(start, until)
+        self._swept = max(self._swept, until)
+
+    def promote(self, ticket: Ticket) -> None:
+        """Serve the rest of a prefetch with the priority of demand."""
+        source = ticket.handle if isinstance(ticket.handle, Ticket) else ticket
+        self._sweep(self._now)
+        left = self._left.pop(source, None)
+        if left is not None:
+            self._queue.remove(source)
+            begin = self.writes.end_unit(self._now) if self.writes.begun else max(self._now, self._demand_free)
+            self._demand_free = begin + left
+            self._arrive(source, self._demand_free)
+
+    def cancel(self, read: Ticket, copy: Ticket | None) -> bool:
+        """Take a prefetch out of the queue while none of it was served."""
+        self._sweep(self._now)
+        if read not in self._left or read is self._begun:
+            return False
+        self._queue.remove(read)
+        del self._left[read]
+        self._pages.pop(read.key, None)
+        self.storage_bytes -= read.nbytes
+        self.storage_requests -= self.costs.requests
+        self._coded.discard(read)
+        self._unmapped.discard(read)
+        if copy is not None:
+            del self._towards[copy]
+        return True
+
+    def write(self, nbytes: int) -> Ticket:
+        """Queue a write of ``nbytes`` behind every read, those to come too."""
+        self._sweep(self._now)
+        ticket = Ticket(-1, nbytes, -1, PREFETCH, self._now)
+        self.writes.add(ticket)
+        return ticket
+
+    def _from_page_cache(self, key: int) -> bool:
+        """Whether the page cache holds the expert; it does afterwards (least recently used go first)."""
+        hit = key in self._pages
+        self._pages[key] = None
+        self._pages.move_to_end(key)
+        if len(self._pages) > self._page_slots:
+            self._pages.popitem(last=False)
+        return hit
