@@ -47,10 +47,10 @@ class BigMoMoConfig:
         0, "continuations of each node; 0: 2, or 1 where layers carry state and verify chains only"
     )
     acceptance: float = _option(
-        0.0, "in a replay: chance that a level is right where the one before is; 0: as published for a phone"
+        0.0, "in a replay: chance that the first guess at a level is right; 0: as published for a phone"
     )
     artefact: str = _option("", "folder of counted acceptance; empty: found by the weights of model and draft")
-    rho: float = _option(0.95, "share of a draft's value whose nodes are verified; 1: all nodes")
+    rho: float = _option(0.9, "share of a draft's value whose nodes are verified; 1: all nodes")
     tau: float = _option(0.0, "share of a window's routing impact whose experts are dropped: alters answers; 0: none")
     reads: Literal["window", "one"] = _option(
         "window", "a window's missing experts are read together, or one after the other as a demand loader does"
@@ -58,11 +58,11 @@ class BigMoMoConfig:
     gap: str = _option(
         "auto", "unwanted experts that one request may read along: auto (by the read curve), a number, or none: no runs"
     )
-    request_mib: float = _option(16.0, "size of one request at most; a single expert may be larger")
+    request_mib: float = _option(64.0, "size of one request at most; a single expert may be larger")
     reorganise: bool = _option(
         True, "experts that are read together move next to each other on storage, where requests are joined"
     )
-    history: int = _option(8, "windows of a layer by which a move is judged")
+    history: int = _option(64, "windows of a layer by which a move is judged")
     relocation_mib: float = _option(1024.0, "bytes that moves may write in a run")
     schedule: Literal["stages", "arrival", "wait_all"] = _option(
         "stages", "experts are computed in groups across stages, each as it arrives, or when all are there"

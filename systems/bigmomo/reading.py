@@ -53,13 +53,15 @@ class Reader:
         return [tuple(run.tolist()) for run in np.split(keys, np.flatnonzero(ends) + 1)], between
 
     def best_gap(self, places: np.ndarray) -> int:
-        """The gap with which these reads (ascending places) are over first, the smallest of equals.
+        """The gap, or ``NEVER``, with which these reads (ascending places) are over first; of equals the one that reads
+        no more than is wanted, and that in the fewest requests.
 
         Reading along g experts pays where they take less than the request that is saved: T(a + g + b) < T(a) + T(b),
-        each T at the depth that the requests of this window make. Only gaps that occur are tried.
+        each T at the depth that the requests of this window make: with few others in flight one long request may be
+        slower than two. Only gaps that occur are tried.
         """
         found = np.unique(np.diff(places)) - 1
-        tried = [0, *(g for g in found.tolist() if 0 < g <= self.most - 2)]
+        tried = [0, NEVER, *(g for g in found.tolist() if 0 < g <= self.most - 2)]
         times = [self.total_s(spans(places, request_ends(places, gap, self.most))) for gap in tried]
         return tried[int(np.argmin(times))]
 
