@@ -162,7 +162,7 @@ def equip(config, target):
 
 SPEC = SystemSpec(id="guess", title="Guess", summary="drafts", config=GuessConfig, make=Guess, equip=equip)
 RUN = {"hw": "m4pro", "quality": "none", "warmup_tokens": 4, "budget": "0.4"}
-LIVE = {**RUN, "model": "tinymoe", "workload.requests": 2, "workload.new_tokens": 32}
+LIVE = {**RUN, "model": "tinymoe", "workload.requests": 1, "workload.new_tokens": 28}
 REPLAY = {**RUN, "model": "deepseek-vl2-tiny", "workload.requests": 1, "workload.prompt_tokens": 8,
           "workload.new_tokens": 40}  # fmt: skip
 
