@@ -57,11 +57,12 @@ ARMS: dict[str, dict[str, str]] = {  # name: options of the run
     "system lru, whole prompt": {"system": "lru", "chunk": "4096"},
     "system mmap, scattered": {"system": "mmap", "layout": "scattered", "engine": "mmap"},
 }
-MODELED_ONLY = ("placement", "engine: pread", "engine: mmap", "mmap and")
+MODELED_ONLY = ("placement",)
 BUDGET = {"kimi-k2.7-code": "50GiB", "deepseek-v4-flash": "50GiB", "glm-5.2": "46GiB"}
 WORKLOAD = {"workload.requests": 1, "workload.prompt_tokens": 32, "workload.new_tokens": 80, "warmup_tokens": 16}
 HOST = {  # the model named here lends its name alone: ssd_llama_host.yaml is read
     "hw": "host", "model": "deepseek-v4-flash", "budget": "0.35", "device_budget": "0.5", "quality": "none",
+    "workload.new_tokens": 56,
 }  # fmt: skip
 CGROUPS = Path("/sys/fs/cgroup/memory")
 COLUMNS = ("requests", "MiB", "GB/s", "GB/s read", "ms", "stall ms", "hits", "first s")
@@ -142,7 +143,7 @@ def measure(options: dict[str, str], limit: int) -> dict[str, float | None]:
 
     registry = load_plugins()
     compose.register_groups(registry)
-    words = [f"{key}={value}" for key, value in {"system": "ssd_llama", **HOST, **WORKLOAD, **options}.items()]
+    words = [f"{key}={value}" for key, value in {"system": "ssd_llama", **WORKLOAD, **HOST, **options}.items()]
     (cell,) = plan(compose.resolve(words, registry), registry)
     cell = dataclasses.replace(cell, geometry=geometry.load(Path(__file__).with_name("ssd_llama_host.yaml")))
     shape, trace = cell.geometry, load_trace(cell)

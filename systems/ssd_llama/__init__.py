@@ -36,7 +36,7 @@ class SsdLlamaConfig:
     score: Literal["frequency_recency", "frequency", "recency"] = _option(
         "frequency_recency", "who stays on the device: uses halved for each half_life idle, uses alone, last use alone"
     )
-    half_life: float = _option(64.0, "tokens without a use after which an expert's uses count half")
+    half_life: float = _option(32.0, "tokens without a use after which an expert's uses count half")
     temporary: int = _option(
         16, "device slots for experts that have not earned one; 0: every expert gets a lasting one"
     )

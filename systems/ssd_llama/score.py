@@ -22,7 +22,7 @@ class FrequencyRecency(Policy):
     are not published.
     """
 
-    OPTIONS: ClassVar[dict[str, Any]] = {"half_life": 64.0}
+    OPTIONS: ClassVar[dict[str, Any]] = {"half_life": 32.0}
 
     def __init__(self, keys, slots, layers, *, seed, pools, half_life):
         if not half_life > 0:
