@@ -62,7 +62,10 @@ class Memory:
             raise BackendError(f"{self.name} cannot verify drafts: it cannot forget what a {kind} holds")
         if batch > 1 and self.kinds != {DynamicLayer}:
             kinds = ", ".join(sorted(kind.__name__ for kind in self.kinds - {DynamicLayer}))
-            raise BackendError(f"{self.name} verifies drafts for one sequence at a time: it has {kinds}; set batch=1")
+            raise BackendError(
+                f"{self.name} verifies drafts for one sequence at a time, as it has {kinds}: "
+                "set workload.batch=1 and quality=none"
+            )
         for layer in cache.layers:
             if type(layer) is DynamicSlidingWindowLayer and length >= layer.sliding_window:
                 raise BackendError(
