@@ -86,7 +86,7 @@ class Draft:
 def chain(tokens: Sequence[int] | np.ndarray, probability: Sequence[float] | np.ndarray | None = None) -> Draft:
     """A draft in which each token follows the one before it; certain of itself unless told."""
     n = len(tokens)
-    return Draft(tokens, np.arange(n) - 1, np.ones(n) if probability is None else probability)
+    return Draft(np.asarray(tokens), np.arange(n) - 1, np.ones(n) if probability is None else np.asarray(probability))
 
 
 NOTHING = chain([])
@@ -130,7 +130,7 @@ def lookup(tokens: np.ndarray, depth: int, branching: int = 1) -> Draft:
     ``tokens`` int64 [T]. Each node gets up to ``branching`` continuations, those seen latest first; a probability is
     the share of the earlier places, among those that agree so far, that went on so. Empty where nothing recurs.
     """
-    out: tuple[list[int], list[int], list[float]] = ([], [], [])
+    nodes: list[tuple[int, int, float]] = []  # token, parent, probability
     level = [(ROOT, _places(tokens))]
     for _ in range(depth):
         following = []
@@ -139,11 +139,10 @@ def lookup(tokens: np.ndarray, depth: int, branching: int = 1) -> Draft:
             seen = tokens[starts]
             for token in list(dict.fromkeys(seen[::-1].tolist()))[:branching]:
                 agree = starts[seen == token]
-                following.append((len(out[0]), agree + 1))
-                for column, value in zip(out, (token, parent, len(agree) / len(starts)), strict=True):
-                    column.append(value)
+                following.append((len(nodes), agree + 1))
+                nodes.append((token, parent, len(agree) / len(starts)))
         level = following
-    return Draft(*out)
+    return Draft(*map(np.array, zip(*nodes, strict=True))) if nodes else NOTHING
 
 
 def _places(tokens: np.ndarray) -> np.ndarray:

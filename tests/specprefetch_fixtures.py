@@ -11,8 +11,8 @@ from engine_fixtures import Watch, costs
 
 from moebench.engine.acquire import Experts
 from moebench.engine.hooks import Hooks
-from moebench.engine.movement import Rules
 from moebench.engine.loop import replay, replay_steps
+from moebench.engine.movement import Rules
 from moebench.geometry import Geometry
 from moebench.residency.tier import Tier
 from moebench.step import DECODE, Routing

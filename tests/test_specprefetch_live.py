@@ -22,8 +22,8 @@ from moebench.backends.torch_source import TransformersSource
 from moebench.cli import main
 from moebench.engine.acquire import Experts
 from moebench.engine.hooks import Hooks
-from moebench.engine.movement import Rules
 from moebench.engine.loop import Loop, replay
+from moebench.engine.movement import Rules
 from moebench.errors import UsageError
 from moebench.harness.cell import DemandLog
 from moebench.hookspecs import hookimpl

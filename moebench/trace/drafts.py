@@ -45,14 +45,16 @@ class Surrogate:
     def __init__(self, trace: Trace, acceptance: Acceptance, seed: int) -> None:
         self.experts, self.weights, self.seed = trace.experts, trace.weights, seed
         self.depth_shares, self.rank_ends = np.array(acceptance.by_depth), np.cumsum(acceptance.by_rank)
-        parents, probability, level, before = [], [], [ROOT], 1.0
+        parents: list[int] = []
+        probability: list[float] = []
+        level, before = [ROOT], 1.0
         for share in acceptance.by_depth:
             first = len(parents)
             parents += np.repeat(level, acceptance.branching).tolist()
             given = share / before if before else 0.0
             probability += [given * part for part in acceptance.by_rank] * len(level)
             level, before = list(range(first, len(parents))), share
-        self.tree = Draft(np.full(len(parents), UNKNOWN), parents, probability)
+        self.tree = Draft(np.full(len(parents), UNKNOWN), np.array(parents), np.array(probability))
         self.first_child = np.searchsorted(
             self.tree.parents, np.arange(ROOT, len(parents))
         )  # of the root, then of each
