@@ -81,7 +81,7 @@ def test_reads_go_out_before_victims_are_asked_for(scope, host):
     early, late = (between_demands(run(on, host, scope)[0]) for on in (False, True))
     assert {d[0] for d in early if both <= set(d)} == {"evict"}
     first = [d[0] for d in late if both <= set(d)]
-    assert first.count("read") >= 0.98 * len(first)  # one memory has no slot free where the last demand took the spare one
+    assert first.count("read") >= 0.98 * len(first)  # one memory: the last demand may have taken the spare
 
 
 def test_with_a_host_tier_the_same_experts_leave_and_the_choice_is_overlapped():
