@@ -15,7 +15,7 @@ class Counts:
 
     def __init__(self, depth: int) -> None:
         self.right = np.zeros(depth, np.int64)  # rounds whose first d levels were right
-        self.sums = dict.fromkeys(("rounds", "emitted", "rows", "demanded", "read", "requests", "between"), 0)
+        self.sums = dict.fromkeys(("passes", "rounds", "emitted", "rows", "demanded", "read", "requests", "between"), 0)
         self.nodes_drafted = self.experts_dropped = 0
         self.impact = 0.0
         self.layers_pruned = 0
@@ -49,6 +49,7 @@ class Counts:
         """A pass ended."""
         if not self.counting:
             return
+        self.sums["passes"] += 1
         self.sums["emitted"] += step.emits
         self.sums["rows"] += int(step.valid.sum())
         if step.phase == VERIFY and step.accepted is not None:
