@@ -206,7 +206,7 @@ def test_wrong_use_is_one_line(desks, plain):
     with pytest.raises(PluginError, match=f"draft names token {VOCABULARY}; the model has {VOCABULARY}"):
         desk.answer(PROMPTS[:1], 9, [Drafting(lambda b, tokens: chain([VOCABULARY]))])
     sliding = desks("gpt_oss")
-    with pytest.raises(BackendError, match="at a time, as it has DynamicSlidingWindowLayer: set workload.batch=1"):
+    with pytest.raises(BackendError, match=r"at a time, as it has DynamicSlidingWindowLayer: set workload\.batch=1"):
         sliding.answer(PROMPTS[:2], 9, [Drafting(lambda b, tokens: chain([1]))])
     with pytest.raises(BackendError, match="beyond its sliding window of 64 positions"):
         sliding.answer([[1] * 60], 9, [Drafting(lambda b, tokens: chain([1, 2, 3, 4]))])

@@ -166,6 +166,6 @@ def test_batches_on_layers_with_state_are_refused(models):
     step = Step(0, VERIFY, np.repeat(np.arange(2, dtype=np.int32), 2), np.array([4, 5] * 2, np.int32),
                 np.ones(4, bool), 0, (chain([1]), chain([2])))  # fmt: skip
     server.begin(step)
-    with pytest.raises(BackendError, match="at a time, as it has LinearAttentionLayer: set workload.batch=1"):
+    with pytest.raises(BackendError, match=r"at a time, as it has LinearAttentionLayer: set workload\.batch=1"):
         backend.forward(step, np.ones((2, 2), np.int64), server)
     assert torch.is_inference_mode_enabled() is False
