@@ -8,6 +8,7 @@ out. Knows tensors; knows no server and no pack.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -128,8 +129,12 @@ def _random_part(spec: TensorSpec, random: torch.Generator) -> torch.Tensor:
 
 
 def _first_output(module: nn.Module) -> Kernel:
+    """The module as a function of rows: a gated norm gates rows by themselves, a router adds no bias."""
+    wanted = inspect.signature(module.forward).parameters
+    unbiased = {"expert_bias": torch.zeros(len(module.weight))} if "expert_bias" in wanted else {}
+
     def kernel(x: torch.Tensor) -> torch.Tensor:
-        output = module(x)
+        output = module(x, **unbiased, **({"gate": x} if "gate" in wanted else {}))
         return output[0] if isinstance(output, tuple) else output
 
     return kernel
