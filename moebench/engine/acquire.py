@@ -160,14 +160,16 @@ class Experts(ReadAhead):
     def _compute_on_host(self, base: int, placed: dict[int, Ticket | None]) -> Iterator[tuple[int, np.ndarray | None]]:
         """Yield the host's share, then wait for its end and for the copies that residency asked for."""
         for key, ticket in placed.items():
-            tier = self.scratch if key in self.scratch else self.host
             if key in self.loading:
                 self._landed(key)
-            elif ticket is not None and tier.is_in_flight(key):
+            elif self.scratch.is_in_flight(key):
                 self.record.stall_s += self.timeline.wait(ticket)
-                tier.complete(key)
+                self.scratch.complete(key)
+            # One that was lost and read again has left a host that keeps nothing.
+            tier = next(tier for tier in (self.scratch, self.host, self.device) if key in tier)
             yield key - base, tier.arena[tier.slot(key)] if tier.arena is not None else None
         self.timeline.join()
+        self.host.release(k for k in placed if k in self.host)  # where nothing stays, it leaves with its copy
         for key in [k for k in placed if k in self.in_flight]:
             self._await(key)
 
@@ -248,7 +250,8 @@ class Experts(ReadAhead):
                 self.temporary.update(k for k, stay in zip(missing, keep, strict=True) if not stay)
                 self.record.temporary += len(missing) - sum(map(bool, keep))
             if self.hooks.plan_reads is not None:
-                missing = self._planned(missing, self.hooks.plan_reads(missing, self.view))
+                plan = self.hooks.plan_reads(missing, self.view)
+                missing = missing if plan is None else self._planned(missing, plan)
             short = self._fetch_late(layer, missing) if self.rules.late_eviction else len(missing)
             if self._make_room(layer, short, wait=True) < short:
                 raise PluginError(f"evict held back too much: layer {layer} demands {short} experts that find no slot")

@@ -166,8 +166,8 @@ class Movement:
             above = self.device.slot_of[candidates] >= 0
             short = [*leaving, *self.temporary]
             doubled = candidates[above & ~np.isin(candidates, short)] if short else candidates[above]
-            if self.rules.late_eviction:  # what the wave has just read waits here for its device slot
-                candidates = candidates[above | np.array([k not in self._wave for k in candidates.tolist()], bool)]
+            if self._wave:  # what it needs, and the device has not got yet, stays: it would be read again
+                candidates = candidates[above | ~np.isin(candidates, [*self._wave])]
             if len(doubled):  # the device holds it too: nothing is lost
                 self.host.drop(doubled[:1].tolist())
             elif len(candidates):
