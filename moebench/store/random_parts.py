@@ -24,8 +24,8 @@ ENTRIES = 1 << 16  # of the table that turns 16 random bits into an element
 class RandomParts:
     """Draws experts of matrices [intermediate, hidden] (gate, up) and [hidden, intermediate] (down).
 
-    With ``matrices`` 1 the first is all. Raises ``StoreError`` where a matrix cannot be quantised: int4 needs columns in
-    multiples of the group.
+    With ``matrices`` 1 the first is all. Raises ``StoreError`` where a matrix cannot be quantised: int4 needs columns
+    in multiples of the group.
     """
 
     def __init__(self, hidden: int, intermediate: int, quant: QuantSpec, matrices: int = 3) -> None:
