@@ -6,13 +6,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from bigmomo_fixtures import Live
+from bigmomo_fixtures import TINY, Live, Replayed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moebench.commands.record import RecordOptions, record
 from moebench.draft import Draft
 from moebench.errors import UsageError
+from moebench.plugins import load_plugins
 from moebench.step import VERIFY
+from moebench.systems.bigmomo import BigMoMoConfig
+from moebench.systems.bigmomo.equipment import equip
+from moebench.systemspec import Target
 
 
 @pytest.fixture(scope="module")
@@ -111,3 +116,15 @@ def test_what_has_no_meaning_for_a_model_that_computes_is_one_line(live):
     ):
         with pytest.raises(UsageError, match=words):
             live.bigmomo(64, **options)
+
+
+def test_a_recorded_run_replays_with_its_own_drafts(live):
+    knobs = BigMoMoConfig(reorganise=False)
+    spec = load_plugins().system("bigmomo")
+    trace = record(RecordOptions("", requests=2, new_tokens=16), spec, knobs, lambda: None)
+    assert equip(knobs, Target("tinymoe", TINY, trace=trace)).assumptions[1].startswith("assumed: nodes valued")
+    run = Replayed(trace, 96, reorganise=False)
+    assert run.counts["rounds"] > 0
+    assert run.counts["right_at_1"] > 0.6
+    with pytest.raises(UsageError, match="recorded with drafts"):
+        equip(BigMoMoConfig(acceptance=0.5), Target("tinymoe", TINY, trace=trace))

@@ -57,7 +57,8 @@ def _live(config: BigMoMoConfig, target: Target, branching: int) -> Equipment:
         )
     folder = draft_folder(config.draft, target.name)
     notes = [] if target.trees else ["drafts are chains: the model has layers that carry state"]
-    notes.append(f"draft: {folder.name if folder else 'looked up in the text'}, {config.depth} levels of {branching}")
+    who = f"by the model in folder {folder.name}" if folder else "looked up in the text"
+    notes.append(f"drafts: {who}, {config.depth} levels, {branching} guesses after each node")
     if config.rho == 1 and not config.tau:
         return Equipment(draft=folder, assumptions=tuple(notes), content=Content(config.depth, branching))
     draft_hash = artefacts.draft_hash_of(folder) if folder else artefacts.LOOKUP
