@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ class ByHand:
     coded = False
 
     def __init__(self) -> None:
-        self.pack = type("Pack", (), {"slot_bytes": 8, "expert_bytes": 8})
+        self.pack = SimpleNamespace(expert_bytes=8, read_bytes=lambda key: 8)
         self.reads: dict[int, tuple[Future, np.ndarray]] = {}
 
     def submit(self, key, buffer, priority):

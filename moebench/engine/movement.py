@@ -199,20 +199,18 @@ class Movement:
                 self._read([(k, device.take(k)) for k in now], self.in_flight, device.name, priority)
                 continue
             for run in self._runs(now):
-                self._lift([k for k in run if k in self.host], priority)
+                self._lift([k for k in run if k in self.host])
                 absent = [k for k in run if k not in self.host]
                 while absent:
                     loaded = self._load(absent, priority)
-                    self._lift(loaded, priority)  # from here on their host slots are in use
+                    self._lift(loaded)  # from here on their host slots are in use
                     absent = absent[len(loaded) :]
 
-    def _lift(self, keys: list[int], priority: int) -> None:
+    def _lift(self, keys: list[int]) -> None:
         """Issue the copies of experts up from the host tier, behind the reads that bring them there."""
         host, device = self.host, self.device
         for key in keys:
             after = self.loading.get(key)
-            if after is not None and priority == DEMAND:
-                self.timeline.promote(after)
             source, target = (host.name, host.slot(key)), (device.name, device.take(key))
             self.in_flight[key] = self.timeline.copy(key, source, target, after)
             self.record.copies += 1
@@ -252,8 +250,6 @@ class Movement:
         """
         if self.host is not None:
             for run in self._runs(keys):
-                for key in [k for k in run if k in self.loading]:
-                    self.timeline.promote(self.loading[key])
                 absent = [k for k in run if k not in self.host]
                 while absent:
                     absent = absent[len(self._load(absent, DEMAND)) :]

@@ -84,6 +84,10 @@ class Pack:
         """Bytes of a buffer that what is stored of any expert fits in, in whole pages."""
         return align_up(max(self.manifest.lengths)) if self.coded else self.slot_bytes
 
+    def read_bytes(self, key: int) -> int:
+        """Bytes that reading expert ``key`` brings, in whole pages."""
+        return align_up(self.manifest.lengths[key])
+
     @property
     def mean_stored_bytes(self) -> float:
         """Bytes that one expert takes in experts.bin, on average."""

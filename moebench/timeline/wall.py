@@ -93,8 +93,14 @@ class WallTimeline(Timeline):
     ) -> list[Ticket]:
         """Submit one read per expert, or one per run, in order."""
         self._moves.landing(keys)
-        now, size = self.now(), self.engine.pack.slot_bytes
-        tickets = [Ticket(key, size, slot, priority, now) for key, slot in zip(keys, slots, strict=True)]
+        now, pack, at = self.now(), self.engine.pack, 0
+        tickets = [Ticket(k, pack.read_bytes(k), slot, priority, now) for k, slot in zip(keys, slots, strict=True)]
+        for count in together:
+            first, *rest = tickets[at : at + count]
+            if rest:  # the gaps between them are read too
+                start, last = (pack.segments(ticket.key)[0].offset for ticket in (first, rest[-1]))
+                first.nbytes = last - start - sum(ticket.nbytes for ticket in rest[:-1])
+            at += count
         for ticket, future in zip(tickets, submit(self.engine, self.buffer, tickets, tier, together), strict=True):
             ticket.handle = future
         return tickets
