@@ -99,7 +99,7 @@ def test_the_modeled_clock_cancels_what_waits_and_not_what_was_served_in_part():
     assert timeline.is_ready(tickets[0])
     assert [timeline.cancel(t, None) for t in tickets] == [False, False, True, True]
     assert [timeline.cancel(t, None) for t in tickets] == [False] * 4
-    assert timeline.storage_bytes == 2 * timeline.costs.read_bytes
+    assert (timeline.storage_bytes, timeline.storage_requests) == (2 * timeline.costs.read_bytes, 2)
     timeline.wait(tickets[1])
     assert timeline.now() == pytest.approx(2 * each)
     demand, promoted = timeline.read([8], [4], "device", DEMAND)[0], timeline.read([9], [5], "device", PREFETCH)[0]

@@ -87,7 +87,7 @@ def test_prefetch_is_free_when_compute_covers_it():
 
 def test_the_page_cache_serves_what_it_holds_and_forgets_the_oldest():
     slots = 3
-    timeline = VirtualTimeline(costs(page_cache_bytes=slots * GEOMETRY.expert_bytes))
+    timeline = VirtualTimeline(costs(page_cache_bytes=slots * GEOMETRY.slot_bytes))
     for key in (0, 1, 2):
         timeline.wait(issue(timeline, 1, DEMAND, key)[0])
     read = timeline.storage_bytes

@@ -110,7 +110,7 @@ def build(
         read_s=read_s,
         block_s=(1.0 if use.whole else min(1.0, BLOCK_BYTES / read_bytes)) * read_s[1],
         load_host_s=0.0 if use.in_place else stack.per_load_ms * 1e-3,
-        cached_s=2 * geometry.expert_bytes / (profile.dram_gb_s * GB),
+        cached_s=2 * read_bytes / (profile.dram_gb_s * GB),
         page_cache_bytes=0 if use.engine in DIRECT else use.page_cache_bytes,
         copy_s=geometry.expert_bytes * up,
         copy_back_s=geometry.expert_bytes * down,

@@ -37,7 +37,7 @@ class ModeledStorage(Timeline):
         self._unmapped: set[Ticket] = set()  # transfers whose expert has to be mapped when it is there
         self._decoded_below: set[int] = set()  # experts that came down to the host, decoded
         self._pages: OrderedDict[int, None] = OrderedDict()
-        self._page_slots = costs.page_cache_bytes // max(1, costs.expert_bytes)
+        self._page_slots = costs.page_cache_bytes // max(1, costs.read_bytes)  # it holds what is stored
 
     def read(
         self, keys: Sequence[int], slots: Sequence[int], tier: str, priority: int, together: Sequence[int] = ()
