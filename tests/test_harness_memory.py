@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from harness_fixtures import MINI, SHORT, mini, plugin  # noqa: F401 - fixtures
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import moebench
@@ -20,6 +20,7 @@ from moebench.harness.memory import StateWatch, make_tiers, size, staging_slots
 from moebench.plugins import load_plugins
 from moebench.residency.ledger import BudgetError, Ledger
 from moebench.step import DECODE, Step
+from moebench.systemspec import Handling
 from moebench.units import GIB
 
 GEOMETRY = Geometry(**MINI)
@@ -72,6 +73,22 @@ def test_slots_and_staging_never_exceed_the_budget(fraction, staging):
     assert sizes.device * SLOT + staging <= budget
     assert sizes.device == GEOMETRY.keys or (sizes.device + 1) * SLOT + staging > budget
     assert sizes.host == 0
+
+
+@given(
+    st.floats(0.5, 1.0), st.floats(0.1, 1.0), st.integers(0, 40), st.booleans(), st.booleans(), st.integers(0, 2 * SLOT)
+)
+def test_all_slots_of_two_tiers_on_one_memory_stay_within_the_budget(fraction, part, pool, on_host, keeps, staging):
+    handling = Handling(pool=pool, on_host=on_host, host_cache=keeps)
+    try:
+        sizes = size(
+            GEOMETRY, SLOT, SYSTEMS["lru"], str(fraction), "shared", MAC, staging, 0, 2, str(part), handling
+        )  # fmt: skip
+    except BudgetError:
+        assume(False)
+    assert (sizes.device + sizes.host + sizes.scratch) * SLOT + staging <= int(fraction * GEOMETRY.routed_bytes)
+    assert sizes.host >= max(staging_slots(GEOMETRY), pool)
+    assert sizes.scratch == GEOMETRY.top_k * on_host
 
 
 def test_staging_is_paid_from_the_budget():
@@ -176,6 +193,13 @@ def test_state_follows_the_longest_position_of_each_sequence():
     assert ledger.current["kv"] == token + fixed
     assert ledger.peak_bytes == 8 * token + 2 * fixed
     ledger.check_integrity()
+
+
+def test_siblings_of_a_draft_each_have_state():
+    ledger = Ledger()
+    watch = StateWatch(ledger, GEOMETRY)
+    watch.end_step(step([0] * 7, [9, 10, 10, 11, 11, 11, 11]), None, None)
+    assert ledger.current["kv"] == 16 * GEOMETRY.kv_bytes_per_token + GEOMETRY.fixed_state_bytes
 
 
 def test_a_backends_own_count_of_state_wins():

@@ -157,9 +157,10 @@ class StateWatch:
             return
         if step.rows == 1:
             self._lengths[int(step.sequence[0])] = int(step.position[0]) + 1
-        else:
+        else:  # siblings of a draft stand at one position, and each has its keys and values
             for sequence in np.unique(step.sequence).tolist():
-                self._lengths[sequence] = int(step.position[step.sequence == sequence].max()) + 1
+                position = step.position[step.sequence == sequence]
+                self._lengths[sequence] = int(position[0]) + len(position)
         geometry = self.geometry
         tokens = sum(self._lengths.values())
         self.ledger.set("kv", tokens * geometry.kv_bytes_per_token + len(self._lengths) * geometry.fixed_state_bytes)
