@@ -150,6 +150,8 @@ def test_defaults_are_those_of_the_dataclass(ran):
 def test_every_option_reaches_the_run(ran):
     given = {
         "budget": "3.0GiB",
+        "device_budget": "0.5",
+        "codec": "rans",
         "memory": "6GiB",
         "quant": "none",
         "layout": "ordered",
@@ -313,6 +315,8 @@ def test_a_comparison_without_baselines_runs_what_was_asked(ran):
         (["systems=lru", "baselines=false", "slru.protected=1"], "slru is not compared"),
         (["systems=slru", "slru.protectd=1"], "did you mean protected?"),
         (["systems=lru", "baseline=false"], "did you mean baselines?"),
+        (["systems=lru,mmap", "codec=rans"], "codec=rans has no meaning"),
+        (["systems=lru,mmap", "device_budget=0.5"], "device_budget=0.5 has no meaning"),
     ],
 )
 def test_wrong_words_of_a_comparison_are_one_line(words, hint, ran, capsys):

@@ -12,6 +12,7 @@ from moebench.commands.run import finish, run_cell
 from moebench.commands.words import describe, parse
 from moebench.config import RunConfig, option
 from moebench.errors import UsageError, unknown
+from moebench.harness.plan import plan as cells
 from moebench.plugins import Registry, load_plugins
 
 
@@ -78,4 +79,5 @@ def plan(options: CompareOptions, words: Sequence[str], registry: Registry) -> l
     for name in chosen:
         (job,) = compose.jobs([f"system={name}", *common, *knobs.get(name, [])], registry, sweep=False)
         configs.append(compose.resolve(job, registry))
+        cells(configs[-1], registry)  # what cannot be stops all of them before the first one runs
     return configs

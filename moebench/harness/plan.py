@@ -78,8 +78,10 @@ def plan(config: RunConfig, registry: Registry) -> list[Cell]:
     registry.engine(engine)
     if spec.engine is not None and engine != spec.engine:
         raise UsageError(f"system {spec.id} is its engine: it reads with {spec.engine}, not with {engine}")
-    if spec.engine == "mmap" and config.codec != "none":
-        raise UsageError(f"system {spec.id} computes on what is stored, so codec={config.codec} has no meaning for it")
+    if spec.engine == "mmap":
+        for name, off in (("codec", "none"), ("device_budget", "auto")):
+            if (value := getattr(config, name)) != off:
+                raise UsageError(f"system {spec.id} computes on what is stored: {name}={value} has no meaning for it")
     if config.stack != "auto":
         profile.constants(config.stack)  # an unknown stack lists the valid ones
         if clock == "wall":
