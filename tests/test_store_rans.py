@@ -3,6 +3,8 @@ beyond its buffer; the compiled decoders, torch and a plain reference agree byte
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import pairwise
@@ -172,6 +174,17 @@ def test_a_gpu_gives_the_same_bytes():
 
 
 # --- L2: sizes -----------------------------------------------------------------------------------------------------
+
+
+def test_the_codec_works_where_compiled_code_cannot_be_kept():
+    code = (
+        "import numba.core.caching as caching, numpy as np\n"
+        "def refused(*_, **__): raise OSError('read-only')\n"
+        "caching.tempfile.TemporaryFile = refused\n"
+        "from moebench.store.rans_kernels import count\n"
+        "assert count(np.full(5, 7, np.uint8))[7] == 5"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=256))

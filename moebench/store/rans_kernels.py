@@ -29,7 +29,15 @@ SOUND, BOUNDS, TABLE, STREAM = range(4)  # how the decoding of a plane ended
 _u32, _u64 = np.uint32, np.uint64
 
 
-@njit(nogil=True, cache=True)
+def _compiled(function):
+    """Compile ``function`` to run without the interpreter's lock; the result is kept on disk where it may be."""
+    try:
+        return njit(nogil=True, cache=True)(function)
+    except RuntimeError:  # neither this folder nor the user's own may: compiled anew by each process
+        return njit(nogil=True)(function)
+
+
+@_compiled
 def count(data: np.ndarray) -> np.ndarray:
     """How often each of the 256 byte values stands in ``data`` (uint8): int64 [256]."""
     parts = np.zeros(4 * 256, np.int64)  # four, so that runs of one value do not wait for each other
@@ -38,7 +46,7 @@ def count(data: np.ndarray) -> np.ndarray:
     return parts[:256] + parts[256:512] + parts[512:768] + parts[768:]
 
 
-@njit(nogil=True, cache=True)
+@_compiled
 def look_up(table: np.ndarray, places: np.ndarray) -> np.ndarray:
     """``table[places]`` for places uint16, several times as fast as numpy."""
     values = np.empty(places.size, table.dtype)
@@ -47,7 +55,7 @@ def look_up(table: np.ndarray, places: np.ndarray) -> np.ndarray:
     return values
 
 
-@njit(nogil=True, cache=True)
+@_compiled
 def normalise(counts: np.ndarray) -> np.ndarray:
     """Frequencies int64 [256] that add up to ``TOTAL``, each present symbol at least 1, near the cheapest code."""
     frequencies, total = np.zeros(256, np.int64), counts.sum()
@@ -68,7 +76,7 @@ def normalise(counts: np.ndarray) -> np.ndarray:
     return frequencies
 
 
-@njit(nogil=True, cache=True)
+@_compiled
 def encode(data: np.ndarray, frequencies: np.ndarray, lanes: int) -> tuple[np.ndarray, np.ndarray]:
     """States uint32 [lanes] and words uint16 from which ``_symbols`` brings back ``data`` (uint8)."""
     starts, inverse = np.zeros(256, np.uint32), np.zeros(256, np.float64)
@@ -96,7 +104,7 @@ def encode(data: np.ndarray, frequencies: np.ndarray, lanes: int) -> tuple[np.nd
     return states, words[position + 1 :].copy()
 
 
-@njit(nogil=True, cache=True)
+@_compiled
 def fill_table(symbols: np.ndarray, frequencies: np.ndarray, table: np.ndarray) -> bool:
     """Fill the decoding table uint32 [TOTAL] from a sparse one (uint8, uint16); False where that is none."""
     slot = 0
@@ -162,7 +170,7 @@ def _vector_step(typing, states, table, words, out):
     return types.int64(*map(types.CPointer, pointers)), generate
 
 
-@njit(nogil=True, cache=True)
+@_compiled
 def _symbols(stream, position, table, states, out, vector) -> int:
     """Decode the next symbols of a plane to ``out`` (uint8), whole rows of lanes or the plane's last ones.
 
@@ -192,7 +200,7 @@ def _symbols(stream, position, table, states, out, vector) -> int:
     return position
 
 
-@njit(nogil=True, cache=True)
+@_compiled
 def _open(stored, record, table):
     """Status, states (a copy) and words of a coded plane, these behind its frequencies; fills ``table``."""
     lanes, symbols = record[LANES], record[SYMBOLS]
@@ -205,7 +213,7 @@ def _open(stored, record, table):
     return (SOUND if sound else TABLE), stored[record[BODY] : tables].view(np.uint32).copy(), stream
 
 
-@njit(nogil=True, cache=True)
+@_compiled
 def _plane(stored, record, table, out, vector):
     """Put the symbols of one plane into ``out`` (uint8 [count]); returns its status."""
     if record[LANES] == 0:
@@ -220,14 +228,14 @@ def _plane(stored, record, table, out, vector):
     return SOUND if position == stream.size and (states == START).all() else STREAM
 
 
-@njit(nogil=True, cache=True)
+@_compiled
 def _join(high, low, values):
     """16-bit floats from their planes: turn them right by one bit."""
     for i in range(values.size):
         values[i] = _u32(high[i]) << _u32(7) | _u32(low[i]) >> _u32(1) | (_u32(low[i]) & _u32(1)) << _u32(15)
 
 
-@njit(nogil=True, cache=True)
+@_compiled
 def _floats(stored, above, below, table, out, vector):
     """Decode a HIGH and a LOW plane into ``out`` (uint8); in pieces that stay in the processor's nearest memory."""
     count = above[COUNT]
@@ -261,7 +269,7 @@ def _floats(stored, above, below, table, out, vector):
     return SOUND if position == stream.size and (states == START).all() else STREAM
 
 
-@njit(nogil=True, cache=True)
+@_compiled
 def decode_planes(stored, records, out, vector) -> tuple[int, int]:
     """Decode the planes of ``stored`` (uint8) that ``records`` (int64 [planes, FIELDS]) lists into ``out`` (uint8).
 
