@@ -179,6 +179,17 @@ def test_attention_by_path_is_what_keeps_the_bits(desks, monkeypatch):
     assert different
 
 
+def test_sequences_that_keep_different_rows_of_chains_keep_their_bits(desks):
+    desk, rng = desks("olmoe"), np.random.default_rng(1)
+    expected = desk.answer(PROMPTS, 60)
+
+    def guess(b, tokens):
+        right = expected.tokens[b][len(tokens) - len(PROMPTS[b]) :][:3]
+        return chain(right if rng.random() < 0.5 else [(token + 1) % VOCABULARY for token in right])
+
+    check_same(desk.answer(PROMPTS, 60, [Drafting(guess)], forced=expected.tokens), expected)
+
+
 def test_without_rollback_the_answer_would_be_wrong(desks, plain, monkeypatch):
     desk, expected = desks("qwen3_moe"), plain("qwen3_moe", 1)
     monkeypatch.setattr(type(desk.backend), "retain", lambda backend, kept: None)
