@@ -4,6 +4,7 @@ prefetch ever changes an output or fails a step.
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future
 
 import numpy as np
@@ -23,6 +24,7 @@ from moebench.store.engines import StoreError, open_engine
 from moebench.store.layout import QuantSpec
 from moebench.store.plain import PlainLayout
 from moebench.store.writer import write_pack
+from moebench.timeline.filled import FilledTimeline
 from moebench.timeline.virtual import VirtualTimeline
 from moebench.timeline.wall import WallTimeline
 from moebench.units import PAGE
@@ -135,6 +137,22 @@ def test_an_engine_gives_back_only_what_no_thread_has_begun(pack, name):
         assert not any(engine.cancel(key) for key in range(4))
     assert {key for key, _ in gate.log} == {0, 2, 3}
     assert (buffers[1] == 0xAA).all()
+
+
+def test_a_slot_whose_modeled_read_is_taken_back_is_free_when_the_real_one_has_ended(pack):
+    """The modeled clock cancels what the disk has begun already."""
+    (buffer,) = dirty_buffers(pack, 1)
+    timeline = FilledTimeline(costs(), PreadEngine(pack, threads=1), lambda tier, slot: buffer)
+    gate = Gate(timeline.engine)
+    try:
+        (ahead,) = timeline.read([0], [0], "device", PREFETCH)
+        assert gate.started.acquire(timeout=20)
+        threading.Timer(0.05, gate.open).start()
+        assert timeline.cancel(ahead, None)
+        pack.check(0, buffer)
+    finally:
+        gate.open()
+        timeline.close()
 
 
 @pytest.mark.parametrize("held", [0, 1])

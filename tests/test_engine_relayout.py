@@ -321,6 +321,7 @@ def test_a_system_that_moves_experts_runs_modeled_and_measured(mini, plugin, tmp
         options = {**SHORT, "system.budget": 0}
         (still,) = moebench.run(system="restless", hw=hw, model="mini", budget="0.5", quality="none", **options)
         assert "swaps" not in still.protocol["counters"]
+        assert still.protocol["slots"]["device"] - row.protocol["slots"]["device"] == 2  # the experts of a swap
     left = tmp_path / "home" / "overlays"
     assert [path for path in left.iterdir() if path.is_dir()] == []
     json.dumps(counters)

@@ -15,9 +15,11 @@ from safetensors.torch import load_file, save_file
 import moebench
 from moebench import machine
 from moebench.cli import main
+from moebench.config import RunConfig
 from moebench.errors import UsageError
 from moebench.geometry import Geometry
-from moebench.harness.plan import embedded_folder
+from moebench.harness.plan import WHOLE_PROMPT, embedded_folder, plan
+from moebench.plugins import load_plugins
 from moebench.result import METRICS, to_json
 from moebench.store.pack import Pack
 from moebench.trace.synthetic import SyntheticSpec, synthesize
@@ -82,6 +84,19 @@ def test_a_modeled_live_run_gives_the_same_bytes_twice(live, monkeypatch):
 def test_belady_live_makes_two_passes_and_misses_least(live):
     found = {s: moebench.run(**LIVE, hw="m4pro", system=s)[0].metrics["hit_rate"].value for s in ("lru", "belady")}
     assert found["lru"] <= found["belady"]
+
+
+def test_a_prompt_is_one_pass_where_the_system_says_so_and_the_run_does_not():
+    registry = load_plugins()
+
+    def chunk(system, **options):
+        spec = registry.system(system)
+        (cell, *_) = plan(RunConfig(system, "m4pro", spec.config(), **options), registry)
+        return cell.config.chunk
+
+    assert [chunk("ssd_llama"), chunk("ssd_llama", chunk=8), chunk("lru"), chunk("lru", chunk=8)] == [
+        WHOLE_PROMPT, 8, 32, 8
+    ]  # fmt: skip
 
 
 # --- what a row says -----------------------------------------------------------------------------------------------
