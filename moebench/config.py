@@ -58,7 +58,9 @@ class RunConfig:
     memory: str | None = option(None, "cap on all memory that the run books, such as 6GiB")
     quant: Literal["int4", "int8", "none"] = option("int4", "stored precision of expert weights")
     layout: Literal["packed", "packed_gate_up", "packed_gate", "scattered", "checkpoint", "ordered"] = option(
-        "packed", "how experts lie in the pack: whole, part of their matrices together, scattered, or most used first"
+        "packed",
+        "how experts lie in the pack: whole; gate and up together, or gate alone, the other matrices apart; each matrix "
+        "apart (scattered, as GGUF); each tensor apart, scales too (checkpoint, as downloaded); whole, by order=",
     )
     codec: Literal["none", "rans"] = option("none", "how experts are stored: as they are, or entropy-coded (rANS)")
     order: str = option(
@@ -94,6 +96,8 @@ class RunConfig:
             raise UsageError("order=TRACE has an effect with layout=ordered only")
         if self.codec != "none" and self.layout not in ("packed", "ordered"):
             raise UsageError(f"codec={self.codec} codes whole experts: it needs layout=packed or ordered")
+        if self.codec != "none" and self.layout not in ("packed", "ordered"):
+            raise UsageError(f"codec={self.codec} stores whole experts: layout=packed or ordered, not {self.layout}")
         if self.memory is not None:
             parse_bytes(self.memory, "memory")
         if self.warmup_tokens > self.workload.new_tokens - 2 and self.workload.kind != "trace":

@@ -31,6 +31,7 @@ class Metrics:
         self.drafts = False
         self.requests = self.hits = self.late = self.demand_reads = self.prefetch_reads = self.evictions = 0
         self.bytes = self.read_bytes = self.storage_requests = 0
+        self.from_host, self.two_tiers = 0, False
         self.stall_s = self.harness_s = 0.0
         self._request_s = 0.0
         self._before = (0, 0)
@@ -69,6 +70,8 @@ class Metrics:
         self.requests += sum(record.requests)
         self.hits += sum(record.hits)
         self.late += sum(record.late)
+        self.from_host += record.from_host
+        self.two_tiers = len(view.tiers) > 1
         self.demand_reads += record.demand_reads
         self.prefetch_reads += record.prefetch_reads - record.cancelled
         self.evictions += record.evictions
@@ -107,6 +110,11 @@ class Metrics:
                 "no expert was requested",
                 self.requests,
             ),
+            "host_rate": (
+                self.from_host / self.requests if self.requests and self.two_tiers else None,
+                "no expert was requested" if self.two_tiers else "there is one tier",
+                self.requests,
+            ),
             "ssd_mib_per_token": (self.bytes / tokens / MIB, "", tokens),
             "reads_per_token": ((self.demand_reads + self.prefetch_reads) / tokens, "", tokens),
             "storage_requests_per_token": (self.storage_requests / tokens, "", tokens),
@@ -130,6 +138,7 @@ NAMES = (
     "tpot_p99_ms",
     "hit_rate",
     "late_rate",
+    "host_rate",
     "ssd_mib_per_token",
     "reads_per_token",
     "storage_requests_per_token",

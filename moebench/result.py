@@ -37,6 +37,7 @@ METRICS: dict[str, tuple[str, bool | None]] = {
     "process_peak_gib": ("GiB", False),
     "hit_rate": ("fraction", True),
     "late_rate": ("fraction", False),
+    "host_rate": ("fraction", True),
     "ssd_mib_per_token": ("MiB/token", False),
     "reads_per_token": ("1/token", False),
     "storage_requests_per_token": ("1/token", False),

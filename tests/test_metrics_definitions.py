@@ -19,8 +19,8 @@ from moebench.units import GB, MIB
 class Run:
     """Feeds hand-made steps to the observer and keeps the clock and the storage counter."""
 
-    def __init__(self, warmup: int = 0) -> None:
-        self.now, self.delivered = 0.0, 0
+    def __init__(self, warmup: int = 0, tiers=("device",)) -> None:
+        self.now, self.delivered, self.view = 0.0, 0, SimpleNamespace(tiers=tiers)
         self.metrics = Metrics(warmup, lambda: (self.delivered, self.delivered // (MIB // 4)))
 
     def request(self) -> None:
@@ -36,7 +36,7 @@ class Run:
         self.metrics.begin_step(step, None)
         self.now += seconds
         self.delivered += delivered
-        self.metrics.end_step(step, record, None)
+        self.metrics.end_step(step, record, self.view)
 
     def value(self, name: str):
         return self.metrics.numbers()[name][0]
@@ -67,6 +67,14 @@ def test_rates_are_totals_over_the_timed_window():
     assert run.value("storage_requests_per_token") == 8  # four a MiB, in this test
     assert run.value("stall_ms_per_token") == 62.5
     assert run.value("effective_gb_s") == pytest.approx(4 * MIB / GB / 0.75)
+
+
+def test_the_host_tier_has_a_rate_of_its_own():
+    one, two = Run(), Run(tiers=("device", "host"))
+    for run in (one, two):
+        run.step(0.5, requests=[4, 4], hits=[3, 1], late=[0, 2], from_host=1)
+    assert two.value("host_rate") == 1 / 8
+    assert "one tier" in one.reason("host_rate")
 
 
 def test_the_record_counts_what_is_neither_hit_nor_late_as_a_miss():

@@ -73,3 +73,14 @@ def test_a_missing_value_is_a_dash_and_zero_is_zero():
 )
 def test_numbers_keep_three_digits_and_never_read_as_zero(value, text):
     assert number(value) == text
+
+
+def test_a_sweep_says_which_row_is_which_and_one_run_each_does_not():
+    rows = [
+        dataclasses.replace(full_row("lru"), config={"layout": x, "system": {"id": "lru", "n": 2}}) for x in ("a", "b")
+    ]
+    text = "\n".join(shown(rows, 60))
+    assert [line.split() for line in text.splitlines() if line.startswith("layout")] == [["layout", "a", "b"]]
+    assert "system.n" not in text
+    other = [dataclasses.replace(full_row(name), config={"layout": name}) for name in ("lru", "slru")]
+    assert "layout" not in "\n".join(shown(other, 60))

@@ -74,7 +74,12 @@ def main(words: Sequence[str]) -> int:
         if stood:  # it was not written now, so nothing is known of its bytes
             pack.verify(progress)
     nbytes = sum(file.stat().st_size for file in Path(options.out).iterdir())
-    print(f"{options.out}: {source.layers} layers x {source.experts} experts, {human_bytes(nbytes)}")
+    coded = ""
+    if pack.coded:
+        share = sum(pack.manifest.lengths) / (pack.keys * pack.expert_bytes)
+        whole = pack.manifest.experts_file_bytes / (pack.keys * pack.slot_bytes)
+        coded = f"; experts coded to {share:.3f} of their bytes, in whole pages {whole:.3f}"
+    print(f"{options.out}: {source.layers} layers x {source.experts} experts, {human_bytes(nbytes)}{coded}")
     logical = pack.manifest.logical_hash
     print(json.dumps({"pack": options.out, "bytes": nbytes, "logical_hash": logical}, separators=(",", ":")))
     return 0

@@ -36,7 +36,14 @@ def main(words: Sequence[str]) -> int:
     registry = load_plugins()
     if any(word in ("-h", "--help") for word in words):
         print(describe(RunConfig, "run", defaults=compose.defaults()) + FLAGS)
-        print("systems: " + ", ".join(sorted(registry.systems)) + "\nworkloads: " + ", ".join(compose.workloads()))
+        for name in [word.removeprefix("system=") for word in words if word.startswith("system=")]:
+            print(f"options of {name}:\n{describe(registry.system(name).config, 'run', 'system.')}")
+        print(
+            "system=ID --help adds the options of ID\nsystems: "
+            + ", ".join(sorted(registry.systems))
+            + "\nworkloads: "
+            + ", ".join(compose.workloads())
+        )
         return 0
     compose.register_groups(registry)
     parsed = _parse(words)

@@ -246,6 +246,8 @@ class Experts(ReadAhead):
             self._promote(key)
         missing = [k for k in wave if device._slot_of[k] < 0]
         if missing:
+            if self.host is not None:
+                self.record.from_host += sum(k in self.host for k in missing)
             if self.hooks.admit is not None and (keep := self.hooks.admit(missing, self.view)) is not None:
                 self.temporary.update(k for k, stay in zip(missing, keep, strict=True) if not stay)
                 self.record.temporary += len(missing) - sum(map(bool, keep))

@@ -33,6 +33,7 @@ class StepRecord:
     on_host: int = 0  # experts computed on the host's processor
     relocated_bytes: int = 0  # written to storage since the step before, to re-organise it
     pool_waits: int = 0  # transfers that waited for a buffer of the pool
+    from_host: int = 0  # requests that missed and were found in the host tier
     requests: list[int] = field(default_factory=list)  # per layer
     hits: list[int] = field(default_factory=list)
     late: list[int] = field(default_factory=list)

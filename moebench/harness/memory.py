@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -90,6 +91,8 @@ def size(
         if device_budget != "auto":
             whole = (device + staging + scratch) * slot + staging_bytes
             part = parse_budget(device_budget, whole, "device_budget", "the budget")
+            if part > whole:
+                raise BudgetError(f"device_budget {device_budget} is more than the budget, {human_bytes(whole)}")
             if part < least * slot:
                 raise BudgetError(
                     f"device_budget {device_budget} is {human_bytes(part)}; {geometry.name} needs at least "
@@ -111,9 +114,11 @@ def size(
     # RAM that the system and others use is not ours; on a device of its own memory the dense weights are beside it
     memory = profile.ram_gib - profile.reserve_gib + (profile.device_gib if tiers == 2 and not profile.unified else 0)
     if held > memory * GIB:
+        rest = math.floor((memory - fixed_bytes / GIB) * 10) / 10
+        advice = f"; set budget={rest}GiB at most" if spec.sizing == "budget" and rest > 0 else ""
         raise BudgetError(
             f"{geometry.name} under {spec.id} holds {held / GIB:.1f} GiB, "
-            f"more than the {memory:.1f} GiB that {profile.title} has for it"
+            f"more than the {memory:.1f} GiB that {profile.title} has for it{advice}"
         )
     return Sizes(device, host, scratch)
 

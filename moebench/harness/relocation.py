@@ -24,7 +24,7 @@ def require_movable(config: RunConfig) -> None:
     if config.layout not in WHOLE or config.codec != "none":
         raise UsageError(
             f"{config.system} re-organises storage, which needs layout={' or layout='.join(WHOLE)} and codec=none, "
-            f"not layout={config.layout} with codec={config.codec}"
+            f"not layout={config.layout} with codec={config.codec}; its own options switch re-organisation off"
         )
 
 

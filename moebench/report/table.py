@@ -7,8 +7,8 @@ for all rows stands above the table once. Knows rows, no files.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TextIO
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
 
 from rich import box
 from rich.console import Console
@@ -30,9 +30,10 @@ HEADINGS = {
     "process_peak_gib": "process peak GiB",
     "hit_rate": "hit rate",
     "late_rate": "late rate",
+    "host_rate": "host rate",
     "ssd_mib_per_token": "SSD MiB/token",
     "reads_per_token": "reads/token",
-    "storage_requests_per_token": "requests/token",
+    "storage_requests_per_token": "storage requests/token",
     "stall_ms_per_token": "stall ms/token",
     "effective_gb_s": "effective GB/s",
     "accepted_per_round": "accepted/round",
@@ -40,7 +41,7 @@ HEADINGS = {
     "token_agreement": "token agreement",
     "quality_delta": "quality delta pt",
 }
-OF_DRAFTS = ("accepted_per_round", "verified_per_token")  # lines that only appear where something drafts
+OF_SOME = ("host_rate", "accepted_per_round", "verified_per_token")  # lines that only appear where they mean something
 LABELS = ("system", "fidelity", "model", "workload")
 
 
@@ -51,8 +52,9 @@ def print_table(rows: Sequence[Row], stream: TextIO, width: int | None = None) -
         console.print("no rows")
         return
     names = [name for name in METRICS if any(name in row.metrics for row in rows)]
-    names = [name for name in names if name not in OF_DRAFTS or any(_has(row, name) for row in rows)]
+    names = [name for name in names if name not in OF_SOME or any(_has(row, name) for row in rows)]
     labels = [label for label in LABELS if label == "system" or len({_label(row, label) for row in rows}) > 1]
+    labels += _varied(rows)
     common = [f"{label} {_label(rows[0], label)}" for label in ("hw", *LABELS) if label not in labels]
     console.print(Text("   ".join(common)))
     wide = _wide(rows, labels, names)
@@ -91,7 +93,27 @@ def _has(row: Row, name: str) -> bool:
 
 
 def _label(row: Row, label: str) -> str:
+    if label not in LABELS and label != "hw":
+        return str(_options(row.config).get(label, ""))
     return str(getattr(row, "workload_name" if label == "workload" else label))
+
+
+def _options(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A row's options by dotted name."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        found |= _options(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return found
+
+
+def _varied(rows: Sequence[Row]) -> list[str]:
+    """Options that tell apart the rows of one system on one model, as a sweep has them."""
+    seen: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row.config:
+            seen.setdefault((row.system, row.model), []).append(_options(row.config))
+    names = dict.fromkeys(name for configs in seen.values() for config in configs for name in config)
+    return [n for n in names if any(len({str(c.get(n)) for c in configs}) > 1 for configs in seen.values())]
 
 
 def _table() -> Table:

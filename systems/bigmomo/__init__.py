@@ -35,6 +35,20 @@ def _option(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
+MOST_NODES = 512  # of a draft: its whole tree is a window of that many rows
+
+
+def _nodes(depth: int, branching: int) -> int:
+    """Nodes of a full tree, counted no further than the limit."""
+    total, level = 0, 1
+    for _ in range(depth):
+        level *= branching
+        total += level
+        if total > MOST_NODES:
+            break
+    return total
+
+
 @dataclass(frozen=True)
 class BigMoMoConfig:
     """Options of bigmomo."""
@@ -69,6 +83,11 @@ class BigMoMoConfig:
     )
 
     def __post_init__(self) -> None:
+        if self.branching >= 0 and self.depth >= 1 and _nodes(self.depth, self.branching or 2) > MOST_NODES:
+            raise UsageError(
+                f"system.depth={self.depth} with branching {self.branching or 2} drafts more than {MOST_NODES} nodes; "
+                "lower one of them"
+            )
         if self.depth < 1 or self.branching < 0:
             raise UsageError(f"system.depth starts at 1, branching at 0, got {self.depth} and {self.branching}")
         for name, low, high in (("acceptance", 0, 1), ("tau", 0, 1)):
