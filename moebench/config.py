@@ -59,7 +59,7 @@ class RunConfig:
     quant: Literal["int4", "int8", "none"] = option("int4", "stored precision of expert weights")
     layout: Literal["packed", "packed_gate_up", "packed_gate", "scattered", "checkpoint", "ordered"] = option(
         "packed",
-        "how experts lie in the pack: whole; gate and up together, or gate alone, the other matrices apart; each matrix "
+        "how experts lie in the pack: whole; gate and up together, or gate alone, other matrices apart; each matrix "
         "apart (scattered, as GGUF); each tensor apart, scales too (checkpoint, as downloaded); whole, by order=",
     )
     codec: Literal["none", "rans"] = option("none", "how experts are stored: as they are, or entropy-coded (rANS)")
