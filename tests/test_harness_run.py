@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,21 @@ def test_a_prompt_is_one_pass_where_the_system_says_so_and_the_run_does_not():
     assert [chunk("ssd_llama"), chunk("ssd_llama", chunk=8), chunk("lru"), chunk("lru", chunk=8)] == [
         WHOLE_PROMPT, 8, 32, 8
     ]  # fmt: skip
+
+
+def test_a_measured_run_that_is_stopped_leaves_no_copy_of_its_pack(mini, monkeypatch, tmp_path):  # noqa: F811
+    make_host(tmp_path / "home")
+    left = tmp_path / "home" / "overlays" / "left"
+
+    def stopped(*_):
+        left.mkdir(parents=True)
+        (left / "journal").touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["moebench.harness.run"], "isolated", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        moebench.run(system="lru", **{**REPLAY, "hw": "host"}, quality="none")
+    assert not left.exists()
 
 
 # --- what a row says -----------------------------------------------------------------------------------------------

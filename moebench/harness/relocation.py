@@ -6,6 +6,7 @@ Knows where overlays live; knows nothing of why experts move.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from moebench.config import RunConfig
@@ -28,9 +29,14 @@ def require_movable(config: RunConfig) -> None:
         )
 
 
+def overlays() -> Path:
+    """Where the overlays of all runs live."""
+    return home() / "overlays"
+
+
 def open_engine(factory: Callable[..., ReadEngine], pack: Pack, **options: Any) -> RelocatingEngine:
-    """Open a read engine on a new overlay of ``pack``, under ``$MOEBENCH_HOME/overlays``; its ``close`` removes it."""
-    overlay = Overlay.create(pack, home() / "overlays")
+    """Open a read engine on a new overlay of ``pack``, in ``overlays()``; its ``close`` removes it."""
+    overlay = Overlay.create(pack, overlays())
     try:
         return RelocatingEngine(factory(overlay, **options), overlay)
     except BaseException:

@@ -10,10 +10,12 @@ from moebench.errors import MoebenchError, UsageError
 from moebench.harness.cell import run_cell
 from moebench.harness.isolate import isolated
 from moebench.harness.plan import Cell, plan
+from moebench.harness.relocation import overlays
 from moebench.harness.rows import failed_row, published_row
 from moebench.plugins import Registry, load_plugins
 from moebench.residency.ledger import BudgetError
 from moebench.result import Row
+from moebench.store.overlay import remove_dead
 
 
 def run(config: RunConfig, strict: bool = True) -> list[Row]:
@@ -43,6 +45,8 @@ def _row(cell: Cell, config: RunConfig, number: int, registry: Registry, strict:
         if strict and isinstance(error, UsageError):
             raise
         return failed_row(cell, error)
+    finally:  # whatever ended the process, its copy of a pack does not stay
+        remove_dead(overlays())
 
 
 def _planned(config: RunConfig, number: int, strict: bool) -> Row:

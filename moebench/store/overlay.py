@@ -54,7 +54,7 @@ class Overlay(Pack):
             )
         parent.mkdir(parents=True, exist_ok=True)
         with _alone(parent):  # nobody takes a folder for a dead one before its owner has locked it
-            remove_dead(parent)
+            _remove_dead(parent)
             folder = Path(tempfile.mkdtemp(dir=parent, prefix=f"{pack.path.name}-"))
             journal = Journal(folder / JOURNAL, disk or Disk())
         try:
@@ -210,7 +210,13 @@ class Overlay(Pack):
 
 
 def remove_dead(parent: Path) -> None:
-    """Remove the overlays under ``parent`` that no process holds."""
+    """Remove the overlays under ``parent`` that no process holds: their run was stopped."""
+    if parent.is_dir():
+        with _alone(parent):
+            _remove_dead(parent)
+
+
+def _remove_dead(parent: Path) -> None:
     for folder in [path for path in parent.iterdir() if path.is_dir()]:
         try:
             fd = os.open(folder / JOURNAL, os.O_RDWR)
