@@ -55,7 +55,7 @@ ARMS: dict[str, dict[str, str]] = {  # name: options of the run
     **{f"placement: {n} on host": {"system.placement": str(n)} for n in (1, 2, 4, 6)},
     "placement: auto": {"system.placement": "auto"},
     "system lru, whole prompt": {"system": "lru", "chunk": "4096"},
-    "system mmap, scattered": {"system": "mmap", "layout": "scattered", "engine": "mmap"},
+    "system mmap, scattered": {"system": "mmap", "layout": "scattered", "engine": "mmap", "device_budget": "auto"},
 }
 MODELED_ONLY = ("placement",)
 BUDGET = {"kimi-k2.7-code": "50GiB", "deepseek-v4-flash": "50GiB", "glm-5.2": "46GiB"}
@@ -189,6 +189,7 @@ def host(options: dict[str, str]) -> dict[str, dict]:
     for _ in range(rounds):
         for name, arm in random.sample(arms, len(arms)):
             runs[name].append(isolated(this.measure, arm, parse_bytes(limit, "limit")))
+            print(f"{name}: {runs[name][-1]['ms']:.4g} ms", file=sys.stderr)
             for group in CGROUPS.glob("moebench-*"):
                 group.rmdir()
     print(f"host  {machine.environment()['cpu']}  limit {limit}  {rounds} rounds, median (ms: lowest and highest)")
