@@ -112,7 +112,8 @@ def test_what_has_no_meaning_for_a_model_that_computes_is_one_line(live):
     for options, words in (
         ({"acceptance": 0.5}, "in a replay only"),
         ({"draft": "nowhere"}, "folder of a dense model"),
-        ({"depth": 9}, "counted to depth"),
+        ({"depth": 9, "branching": 1}, "counted to depth"),
+        ({"depth": 99}, "more than 512 nodes"),
     ):
         with pytest.raises(UsageError, match=words):
             live.bigmomo(64, **options)
