@@ -135,7 +135,7 @@ class Live:
             engine = RelocatingEngine(open_engine("pread", overlay), overlay)
         else:
             engine = open_engine("pread", pack)
-        places = Places.by_offset(pack.manifest.offsets)
+        places = Places(pack.position(np.arange(pack.keys)))
         each = costs(**{**BASE, "request_s": request_s})
         if clock == "wall":
             timeline = WallTimeline(engine, lambda name, slot: arena[slot])

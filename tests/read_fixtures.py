@@ -25,6 +25,20 @@ ALL = [*READERS, pytest.param("uring", marks=needs_uring), "faulty"]
 WHOLE = {"uring": {}, **{name: {"block_bytes": 0} for name in (*READERS, "faulty")}}  # one call a piece
 
 
+def experts_of(pack):
+    """Buffers with every expert as the pack, or an overlay of it, reads it now."""
+    found = [aligned_buffer(pack.slot_bytes) for _ in range(pack.keys)]
+    for key, buffer in enumerate(found):
+        pack.read(key, buffer)
+    return found
+
+
+def check_all(overlay):
+    """Every expert's hash holds at its mapped place, and the map is whole."""
+    overlay.check_integrity()
+    experts_of(overlay)
+
+
 def make_packs(tmp_path_factory):
     """The same experts in every layout, and coded; written once, for tests that only read."""
     return _packs_in(tmp_path_factory.getbasetemp() / "read-packs")

@@ -141,7 +141,7 @@ def check_run(
     def buffer(name, slot):
         return tiers[name].arena[slot]
 
-    places = Places.by_offset(pack.manifest.offsets)
+    places = Places(pack.position(np.arange(pack.keys)))
     timeline = WallTimeline(reader, buffer) if wall else FilledTimeline(costs(), reader, buffer, places)
     watch, beside = Watch(), tiers.get("scratch")
     rules = Rules(bool(host) and keeps, keeps, late, pool, wave)
@@ -172,7 +172,7 @@ def test_what_a_measured_run_books_is_what_was_read_in_whole_pages(packs, codec,
     arena = aligned_buffer(6 * pack.slot_bytes).reshape(6, -1)
     device = Tier("device", 6, pack.slot_bytes, *SHAPE[:2], "shared", arena)
     timeline, watch = WallTimeline(reader, lambda name, slot: arena[slot]), Watch()
-    places = Places.by_offset(pack.manifest.offsets)
+    places = Places(pack.position(np.arange(pack.keys)))
     replay(make_trace(16), Experts(GEOMETRY, [device], timeline, Hooks([*plugins, watch]), places=places), chunk=1)
     timeline.close()
     beyond = sum(record.read_bytes for record in watch.records) - reader.bytes_read

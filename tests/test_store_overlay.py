@@ -16,13 +16,12 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from read_fixtures import make_packs
+from read_fixtures import check_all, experts_of, make_packs
 
 from moebench.store import overlay as module
 from moebench.store.engines import StoreError
 from moebench.store.overlay import JOURNAL, Overlay, remove_dead
 from moebench.store.pack import Pack, file_hash
-from moebench.store.pages import aligned_buffer
 from moebench.store.swap_journal import SIZE, Disk
 from moebench.units import PAGE
 
@@ -35,19 +34,6 @@ def packs(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch):
     monkeypatch.setattr(module, "WRITE_UNIT_BYTES", PAGE)  # several pieces an expert
-
-
-def experts_of(pack):
-    found = [aligned_buffer(pack.slot_bytes) for _ in range(pack.keys)]
-    for key, buffer in enumerate(found):
-        pack.read(key, buffer)
-    return found
-
-
-def check_all(overlay):
-    """Every expert's hash holds at its mapped place, and the map is whole."""
-    overlay.check_integrity()
-    experts_of(overlay)
 
 
 class Killed(Exception):

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
-from read_fixtures import ALL, make_packs
+from read_fixtures import ALL, check_all, experts_of, make_packs
 
 from moebench.store import overlay as module
 from moebench.store.block_queue import DEMAND, PREFETCH
@@ -27,19 +27,6 @@ def packs(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch):
     monkeypatch.setattr(module, "WRITE_UNIT_BYTES", PAGE)  # several pieces an expert
-
-
-def experts_of(pack):
-    found = [aligned_buffer(pack.slot_bytes) for _ in range(pack.keys)]
-    for key, buffer in enumerate(found):
-        pack.read(key, buffer)
-    return found
-
-
-def check_all(overlay):
-    """Every expert's hash holds at its mapped place, and the map is whole."""
-    overlay.check_integrity()
-    experts_of(overlay)
 
 
 class Held(ReadEngine):

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from moebench.budget import parse_bytes
 from moebench.engine.acquire import Experts
 from moebench.engine.hooks import Hooks
@@ -117,7 +119,7 @@ def open_session(
         def buffer(tier: str, slot: int):
             return arenas[tier].arena[slot]
 
-        places = Places.by_offset(pack.manifest.offsets) if real else Places.in_order(geometry.keys)
+        places = Places(pack.position(np.arange(pack.keys))) if real else Places.in_order(geometry.keys)
         if cell.clock == "wall":
             from moebench.timeline.wall import WallTimeline
 

@@ -22,11 +22,6 @@ class Places:
         """Every expert at the place of its key."""
         return cls(np.arange(keys))
 
-    @classmethod
-    def by_offset(cls, offsets: Sequence[int]) -> Places:
-        """Every expert at its rank by offset in a file."""
-        return cls(np.argsort(np.argsort(np.asarray(offsets))))
-
     def __call__(self, keys: Sequence[int] | np.ndarray) -> np.ndarray:
         """Place of each key, int64."""
         return self.place[np.asarray(keys, np.int64)]
