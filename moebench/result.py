@@ -101,8 +101,9 @@ def metric(name: str, value: float | None, provenance: str | None, n: int = 1, r
 class Row:
     """One cell and what became of it.
 
-    ``assumptions`` lists every assumed or transferred input in words. ``volatile`` (timestamp, durations) is the only
-    block that may differ between two runs of a deterministic cell.
+    ``assumptions`` lists every assumed or transferred input in words. ``quality`` holds the scores of each task,
+    ``details`` what the report draws: steps, shares of time, a few tokens on a timeline. ``volatile`` (timestamp,
+    durations) is the only block that may differ between two runs of a deterministic cell.
     """
 
     system: str
@@ -119,6 +120,8 @@ class Row:
     status: str = "ok"
     error: str | None = None
     schema: int = SCHEMA
+    quality: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)
     volatile: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -206,9 +209,10 @@ def load(path: str | Path) -> Row:
 
 
 def stdout_document(rows: Sequence[Row]) -> str:
-    """The last line of a command's output: ``{"schema", "rows"}`` in one compact line, the rows without samples."""
+    """The last line of a command's output: ``{"schema", "rows"}`` in one compact line, without samples and details."""
     plain = [{"id": row.id, **_plain(row)} for row in rows]
     for entry in plain:
+        del entry["details"]
         for number in entry["metrics"].values():
             del number["samples"]
     return _dumps({"schema": SCHEMA, "rows": plain})

@@ -1,0 +1,1 @@
+"""The conformance suite: what every system must keep, run with ``pytest --pyargs moebench.testing --system=ID``."""
