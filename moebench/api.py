@@ -49,13 +49,14 @@ def compare(systems: str | Sequence[str], baselines: bool = True, **options: Any
 
 
 def frame(rows: Sequence[Row]) -> pandas.DataFrame:
-    """Rows as a table: labels, then value and provenance of each metric."""
+    """Rows as a table: the labels of ``load_results``, then value and provenance of each metric."""
     import pandas
+
+    from moebench.results import labels
 
     lines = []
     for row in rows:
-        line = {"system": row.system, "fidelity": row.fidelity, "hw": row.hw, "model": row.model}
-        line |= {"workload": row.workload_name, "status": row.status, "error": row.error}
+        line = labels(row)
         for name, number in row.metrics.items():
             line |= {name: number.value, f"{name}.provenance": number.provenance}
         lines.append(line)

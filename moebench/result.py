@@ -24,6 +24,7 @@ from moebench.errors import MoebenchError
 SCHEMA = 1
 PROVENANCES = ("measured", "modeled", "published")
 STATUSES = ("ok", "failed")
+OPTIONAL = ("quality", "details")  # blocks that stand in a file only where they hold something
 
 # Every metric of the table: name -> (unit, whether more is better; None where neither direction is).
 METRICS: dict[str, tuple[str, bool | None]] = {
@@ -136,8 +137,7 @@ class Row:
     @property
     def id(self) -> str:
         """Twelve hex digits over everything but the volatile block."""
-        fixed = {key: value for key, value in _plain(self).items() if key != "volatile"}
-        return hashlib.sha256(_dumps(fixed).encode()).hexdigest()[:12]
+        return _id(_plain(self))
 
     @property
     def folder(self) -> Path:
@@ -154,7 +154,7 @@ def from_json(text: str, where: str = "result") -> Row:
     """The inverse of ``to_json``; what is not a valid row is an error that says why."""
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ResultError(f"{where} is not a result file: {error}") from None
     if not isinstance(data, dict) or not isinstance(data.get("schema"), int):
         raise ResultError(f"{where} is not a result file: it has no schema version")
@@ -164,13 +164,20 @@ def from_json(text: str, where: str = "result") -> Row:
         )
     claimed = data.pop("id", None)
     try:
-        metrics = {name: Metric(**entry) for name, entry in data.pop("metrics").items()}
-        row = Row(metrics=metrics, **data)
-    except (TypeError, KeyError, AttributeError, ResultError) as error:
+        content = _id(data)
+        metrics = {name: Metric(**_known(Metric, entry)) for name, entry in data.pop("metrics").items()}
+        row = Row(metrics=metrics, **_known(Row, data))
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise ResultError(f"{where} is not a valid result: {error}") from None
-    if claimed != row.id:
-        raise ResultError(f"{where} was changed after it was written: its id is {claimed}, its content gives {row.id}")
+    if claimed != content:
+        raise ResultError(f"{where} was changed after it was written: its id is {claimed}, its content gives {content}")
     return row
+
+
+def _known(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a later moebench with the same schema are optional ones, and left out."""
+    names = {entry.name for entry in dataclasses.fields(cls)}
+    return {key: value for key, value in data.items() if key in names}
 
 
 def write(row: Row, folder: str | Path) -> Path:
@@ -209,20 +216,29 @@ def load(path: str | Path) -> Row:
 
 
 def stdout_document(rows: Sequence[Row]) -> str:
-    """The last line of a command's output: ``{"schema", "rows"}`` in one compact line, without samples and details."""
+    """The last line of a command's output: ``{"schema", "rows"}`` in one compact line, without lists of samples."""
     plain = [{"id": row.id, **_plain(row)} for row in rows]
     for entry in plain:
-        del entry["details"]
+        entry.pop("details", None)
+        for task in entry.get("quality", {}).get("tasks", {}).values():
+            for scores in ("scores", "reference_scores"):
+                task.pop(scores, None)
         for number in entry["metrics"].values():
             del number["samples"]
     return _dumps({"schema": SCHEMA, "rows": plain})
 
 
+def _id(data: Mapping[str, Any]) -> str:
+    fixed = {key: value for key, value in data.items() if key != "volatile"}
+    return hashlib.sha256(_dumps(fixed).encode()).hexdigest()[:12]
+
+
 def _plain(row: Row) -> dict[str, Any]:
     try:
-        return json.loads(json.dumps(dataclasses.asdict(row), allow_nan=False))
+        plain = json.loads(json.dumps(dataclasses.asdict(row), allow_nan=False))
     except (TypeError, ValueError) as error:
         raise ResultError(f"row: holds something that JSON cannot: {error}") from None
+    return {key: value for key, value in plain.items() if value or key not in OPTIONAL}
 
 
 def _dumps(data: Any) -> str:
