@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,3 +34,12 @@ def paired_delta(system: Sequence[bool], reference: Sequence[bool], groups: Sequ
         samples += part[rng.integers(0, len(part), (RESAMPLES, len(part)))].mean(1) / len(names)
     low, high = np.quantile(samples, [0.025, 0.975])
     return Delta(float(np.mean(means)), (float(low), float(high)), len(difference))
+
+
+def exact_p(gained: int, lost: int) -> float:
+    """Two-sided exact p of so many items gained and lost, each way equally likely under no effect (McNemar 1947 in its
+    exact form, a sign test: https://doi.org/10.1007/BF02295996); 1 where nothing changed.
+    """
+    count = gained + lost
+    tail = sum(math.comb(count, i) for i in range(min(gained, lost) + 1))
+    return min(1.0, 2 * tail / 2**count)
