@@ -1,4 +1,4 @@
-"""The two kinds of failure that the command line tells apart, and how a choice that does not exist is reported."""
+"""The kinds of failure that the command line tells apart, and how a choice that does not exist is reported."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ class MoebenchError(Exception):
 
 class UsageError(MoebenchError, ValueError):
     """Something the user asked for cannot be: one line that lists the valid choices, exit code 2."""
+
+
+class PluginError(MoebenchError, ValueError):
+    """A plugin broke the contract of a hook: one line that says what it did and what the hook takes."""
 
 
 def unknown(what: str, given: object, valid: Iterable[str], more: str = "") -> UsageError:

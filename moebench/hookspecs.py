@@ -34,11 +34,6 @@ def register_io(register):
 
 
 @hookspec
-def prepare(run):
-    """Set up for one run, before the first request; load artefacts, size arrays."""
-
-
-@hookspec
 def begin_request(sequences, view):
     """A batch of new requests starts; reset whatever belongs to one request."""
 

@@ -12,17 +12,18 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pluggy
 
-from moebench import hookspecs
-from moebench.errors import UsageError, unknown
+from moebench.errors import PluginError, UsageError, unknown
+from moebench.hookcheck import REGISTRY_HOOKS, new_manager, register
 from moebench.systemspec import SystemSpec
 
 BUILTIN = (
+    "moebench.hardware_profiles",
+    "moebench.models",
     "moebench.systems.resident",
     "moebench.systems.ondemand",
     "moebench.systems.mmap",
@@ -35,7 +36,6 @@ BUILTIN = (
     "moebench.systems.bigmomo",
     "moebench.store.builtin",
 )
-REGISTRY_HOOKS = ("register_systems", "register_hardware", "register_models", "register_io")
 
 
 def home() -> Path:
@@ -99,40 +99,34 @@ class Registry:
 
 
 def load_plugins() -> Registry:
-    """Fill a registry: shipped files, the user's own hardware profiles, built-in plugins, then installed plugins.
+    """Fill a registry: what ships with moebench, the user's own hardware profiles, then installed plugins.
 
     ``MOEBENCH_PLUGINS`` names the entry points to load (comma separated; empty for none); unset loads all.
     """
-    registry = Registry()
-    manager = pluggy.PluginManager("moebench")
-    manager.add_hookspecs(hookspecs)
-    _shipped(registry)
+    registry, manager = Registry(), new_manager()
     for name in BUILTIN:
         _register(registry, manager, importlib.import_module(name), "moebench")
-    for entry in _entry_points():
-        origin = f"{entry.name} ({entry.dist.name} {entry.dist.version})" if entry.dist else entry.name
-        try:
-            _register(registry, manager, entry.load(), origin)
-        except Exception as error:
-            registry.drop(origin)
-            reason = " ".join(str(error).split()) or "no reason given"
-            _warn(f"plugin {origin} not loaded: {type(error).__name__}: {reason}")
-    return registry
-
-
-def _warn(line: str) -> None:
-    print(f"moebench: warning: {line}", file=sys.stderr)
-
-
-def _shipped(registry: Registry) -> None:
-    for kind, package in (("hardware", "moebench.hardware_profiles"), ("models", "moebench.models")):
-        for path in sorted(Path(str(resources.files(package))).glob("*.yaml")):
-            registry.add(kind, path.stem, path, "moebench")
     for path in sorted((home() / "hardware").glob("*.yaml")):
         try:
             registry.add("hardware", path.stem, path, str(path))
         except UsageError as error:
             _warn(str(error))
+    for entry in _entry_points():
+        origin = f"{entry.name} ({entry.dist.name} {entry.dist.version})" if entry.dist else entry.name
+        try:
+            _register(registry, manager, entry.load(), origin)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a module that exits, or a compiled one that panics, stops nobody else
+            registry.drop(origin)
+            reason = " ".join(str(error).split()) or "no reason given"
+            what = "" if isinstance(error, PluginError | UsageError) else f"{type(error).__name__}: "
+            _warn(f"plugin {origin} not loaded: {what}{reason}")
+    return registry
+
+
+def _warn(line: str) -> None:
+    print(f"moebench: warning: {line}", file=sys.stderr)
 
 
 def _entry_points() -> list[importlib.metadata.EntryPoint]:
@@ -153,17 +147,14 @@ def _entry_points() -> list[importlib.metadata.EntryPoint]:
 def _register(registry: Registry, manager: pluggy.PluginManager, plugin: Any, origin: str) -> None:
     """Check one plugin's hooks against the specifications and let it register what it has."""
     others = manager.get_plugins()
-    manager.register(plugin, origin if origin != "moebench" else None)
+    hooks = register(manager, plugin, origin if origin != "moebench" else None)
     try:
-        manager.check_pending()
+        if not hooks & set(REGISTRY_HOOKS):
+            raise PluginError(f"it registers nothing; mark a function {', '.join(REGISTRY_HOOKS)} with @hookimpl")
         for hook in REGISTRY_HOOKS:
-            caller = manager.subset_hook_caller(hook, others)
-            caller(register=_registrar(registry, hook, origin))
-    except Exception as error:
+            manager.subset_hook_caller(hook, others)(register=_registrar(registry, hook, origin))
+    except BaseException:
         manager.unregister(plugin)
-        if isinstance(error, pluggy.PluginValidationError):
-            valid = ", ".join(name for name in vars(hookspecs) if hasattr(getattr(hookspecs, name), "moebench_spec"))
-            raise UsageError(f"{str(error).split(' in plugin')[0]}; valid hooks: {valid}") from None
         raise
 
 
@@ -176,9 +167,13 @@ def _registrar(registry: Registry, hook: str, origin: str) -> Callable[..., None
         registry.add("systems", spec.id, spec, origin)
 
     def register_path(path: str | Path) -> None:
+        if not Path(path).is_file() or Path(path).suffix != ".yaml":
+            raise UsageError(f"{hook} takes the path of a .yaml file, got {path}")
         registry.add(str(kind), Path(path).stem, Path(path), origin)
 
     def register_engine(name: str, factory: Callable[..., Any]) -> None:
+        if not callable(factory):
+            raise UsageError(f"register_io takes a name and a factory, got {type(factory).__name__} for {name}")
         registry.add("engines", name, factory, origin)
 
     if hook == "register_systems":

@@ -66,6 +66,7 @@ def install(tmp_path, monkeypatch):
     monkeypatch.setenv("MOEBENCH_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("MOEBENCH_PLUGINS", raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "toaster.yaml").write_text("id: [toaster")
     made = []
 
     def make(name: str, source: str) -> None:

@@ -39,10 +39,6 @@ class Echo:
         self.config, self.top_k, self.calls, self.seen = config, top_k, [], {}
 
     @hookimpl
-    def prepare(self, run):
-        self.calls.append("prepare")
-
-    @hookimpl
     def begin_request(self, sequences, view):
         self.calls.append("request")
         self.seen.clear()

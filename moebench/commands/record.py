@@ -230,5 +230,4 @@ def prepared(spec: SystemSpec, knobs: Any, name: str, live: Any, backend: Any, s
     hooks: Any = Hooks([spec.make(knobs, run)])
     if hooks.route is None and hooks.draft is None:
         raise UsageError(f"system={spec.id} executes the model's own routing; leave it out to record that")
-    hooks.prepare(run)
     return RecordedSystem(spec.id, hooks, geometry)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any
 
-import pluggy
-
-from moebench import hookspecs
+from moebench.errors import PluginError
+from moebench.hookcheck import new_manager, register
 
 FIRST_RESULT = (
     "route", "predicted", "prefetch", "cancel", "stage", "draft", "prune", "admit", "evict", "demote", "plan_reads",
     "place", "relayout", "order_compute",
 )  # fmt: skip
-BROADCAST = ("prepare", "begin_request", "begin_step", "end_step", "acquired")
+BROADCAST = ("begin_request", "begin_step", "end_step", "acquired")
 COUNTED = ("report",)  # broadcast too; each answer counts
 
 
@@ -39,19 +40,22 @@ class Hooks:
     order_compute: Callable[..., Any] | None
 
     def __init__(self, plugins: list[object]) -> None:
-        self.manager = pluggy.PluginManager("moebench")
-        self.manager.add_hookspecs(hookspecs)
+        self.manager = new_manager()
         for plugin in plugins:
-            self.manager.register(plugin)
-        self.manager.check_pending()
+            register(self.manager, plugin)
         for name in FIRST_RESULT:
             setattr(self, name, self._decision(name))
         for name in BROADCAST:
             setattr(self, name, self._broadcast(name))
 
     def report(self) -> dict[str, float]:
-        """What the plugins counted, joined."""
-        return {name: value for counted in reversed(self.manager.hook.report()) for name, value in counted.items()}
+        """What the plugins counted, joined; anything but finite numbers by name is an error."""
+        found: dict[str, float] = {}
+        for counted in reversed(self.manager.hook.report()):
+            if not isinstance(counted, Mapping) or not all(map(_is_number, counted.values())):
+                raise PluginError(f"report returned {counted}: a finite number for each name")
+            found |= counted
+        return found
 
     def _bound(self, name: str) -> list[Callable[..., Any]] | None:
         """Implementations in call order, adapted to the full argument list; None if a wrapper needs pluggy itself."""
@@ -96,6 +100,10 @@ class Hooks:
                 call(*args)
 
         return everyone
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)
 
 
 def _adapt(function: Callable[..., Any], wanted: tuple[str, ...], given: tuple[str, ...]) -> Callable[..., Any]:
