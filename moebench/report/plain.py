@@ -41,14 +41,19 @@ class Plain:
 
 
 def show(tables: Sequence[Plain], stream: TextIO, width: int | None = None) -> None:
-    """Print tables for people; cells fold where the terminal is too narrow, and none is cut."""
-    console = Console(file=stream, width=width, highlight=False)
+    """Print tables for people. Cells wrap between words where the terminal is narrow; no word is broken or cut, even
+    where that makes a line longer than the terminal is wide.
+    """
     for plain in tables:
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-        for number, name in enumerate(plain.header):
-            table.add_column(Text(name), justify="left" if number < plain.labels else "right", overflow="fold")
+        for name in plain.header[: plain.labels]:
+            table.add_column(Text(name))
+        for name in plain.header[plain.labels :]:
+            table.add_column(Text(name.replace(" ", "\n")), justify="right", no_wrap=True)
         for row in plain.rows:
             table.add_row(*map(Text, row))
+        console = Console(file=stream, width=width, highlight=False)
+        console.width = max(console.width, Console(width=10_000).measure(table).minimum)
         console.print(Text(plain.title), table, *(Text(line) for line in plain.notes), Text(), sep="\n")
 
 
@@ -59,7 +64,7 @@ def to_markdown(tables: Sequence[Plain]) -> str:
         rule = ["---" if number < plain.labels else "---:" for number in range(len(plain.header))]
         lines = [_line(plain.header), "| " + " | ".join(rule) + " |", *map(_line, plain.rows)]
         notes = [f"- {_markdown(note)}" for note in plain.notes]
-        parts.append("\n".join([f"**{_markdown(plain.title)}**", "", *lines, *([""] + notes if notes else [])]))
+        parts.append("\n".join([f"**{_markdown(plain.title)}**", "", *lines, *(["", *notes] if notes else [])]))
     return "\n\n".join(parts) + "\n"
 
 
