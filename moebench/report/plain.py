@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -46,8 +47,9 @@ def show(tables: Sequence[Plain], stream: TextIO, width: int | None = None) -> N
     """
     for plain in tables:
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-        for name in plain.header[: plain.labels]:
-            table.add_column(Text(name))
+        for number, name in enumerate(plain.header[: plain.labels]):
+            words = [word for text in (name, *(row[number] for row in plain.rows)) for word in text.split()]
+            table.add_column(Text(name), min_width=max(map(cell_len, words), default=0))
         for name in plain.header[plain.labels :]:
             table.add_column(Text(name.replace(" ", "\n")), justify="right", no_wrap=True)
         for row in plain.rows:
