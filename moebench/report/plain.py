@@ -11,7 +11,7 @@ import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Literal, TextIO
 
 from rich import box
 from rich.cells import cell_len
@@ -47,11 +47,12 @@ def show(tables: Sequence[Plain], stream: TextIO, width: int | None = None) -> N
     """
     for plain in tables:
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-        for number, name in enumerate(plain.header[: plain.labels]):
-            words = [word for text in (name, *(row[number] for row in plain.rows)) for word in text.split()]
-            table.add_column(Text(name), min_width=max(map(cell_len, words), default=0))
-        for name in plain.header[plain.labels :]:
-            table.add_column(Text(name.replace(" ", "\n")), justify="right", no_wrap=True)
+        for number, name in enumerate(plain.header):
+            cells, word = [row[number] for row in plain.rows], number < plain.labels
+            parts = [part for text in (name, *cells) for part in text.split()] if word else [*name.split(), *cells]
+            heading = Text(name if word else name.replace(" ", "\n"))
+            justify: Literal["left", "right"] = "left" if word else "right"
+            table.add_column(heading, justify=justify, no_wrap=not word, min_width=max(map(cell_len, parts), default=0))
         for row in plain.rows:
             table.add_row(*map(Text, row))
         console = Console(file=stream, width=width, highlight=False)
