@@ -56,7 +56,7 @@ def show(tables: Sequence[Plain], stream: TextIO, width: int | None = None) -> N
         for row in plain.rows:
             table.add_row(*map(Text, row))
         console = Console(file=stream, width=width, highlight=False)
-        console.width = max(console.width, Console(width=10_000).measure(table).minimum)
+        console.width = max(console.width, sum((column.min_width or 0) + 2 for column in table.columns))
         console.print(Text(plain.title), table, *(Text(line) for line in plain.notes), Text(), sep="\n")
 
 
