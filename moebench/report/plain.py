@@ -9,19 +9,17 @@ from __future__ import annotations
 import csv
 import io
 import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TextIO
+from typing import TextIO
 
-from rich import box
 from rich.cells import cell_len
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from moebench.errors import UsageError
 
 FORMATS = ("text", "csv", "markdown")
+GAP = "  "
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a spreadsheet would compute
 
 
@@ -42,22 +40,40 @@ class Plain:
 
 
 def show(tables: Sequence[Plain], stream: TextIO, width: int | None = None) -> None:
-    """Print tables for people. Cells wrap between words where the terminal is narrow; no word is broken or cut, even
-    where that makes a line longer than the terminal is wide.
+    """Print tables for people. Where columns of numbers do not all fit, those left over follow below, beside the words
+    again; no cell is wrapped or cut, even where one is wider than the terminal.
     """
+    width = width or shutil.get_terminal_size().columns
     for plain in tables:
-        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-        for number, name in enumerate(plain.header):
-            cells, word = [row[number] for row in plain.rows], number < plain.labels
-            parts = [part for text in (name, *cells) for part in text.split()] if word else [*name.split(), *cells]
-            heading = Text(name if word else name.replace(" ", "\n"))
-            justify: Literal["left", "right"] = "left" if word else "right"
-            table.add_column(heading, justify=justify, no_wrap=not word, min_width=max(map(cell_len, parts), default=0))
-        for row in plain.rows:
-            table.add_row(*map(Text, row))
-        console = Console(file=stream, width=width, highlight=False)
-        console.width = max(console.width, sum((column.min_width or 0) + 2 for column in table.columns))
-        console.print(Text(plain.title), table, *(Text(line) for line in plain.notes), Text(), sep="\n")
+        columns = [_column(plain, number) for number in range(len(plain.header))]
+        words, rest = columns[: plain.labels], columns[plain.labels :]
+        lines = [plain.title]
+        while True:
+            part, rest = [*words, *rest[:1]], rest[1:]
+            while rest and sum(map(_width, [*part, rest[0]])) <= width + len(GAP):
+                part.append(rest.pop(0))
+            joined = (GAP.join(cells).rstrip() for cells in zip(*part, strict=True))
+            lines += [line for line in joined if line]
+            if not rest:
+                break
+            lines.append("")
+        stream.write("\n".join([*lines, *plain.notes, "", ""]))
+
+
+def _column(plain: Plain, number: int) -> list[str]:
+    """One column's lines, all as wide as the widest: the heading, a rule and the cells."""
+    cells = [" ".join(row[number].split()) for row in plain.rows]
+    heading = [plain.header[number]] if number < plain.labels else plain.header[number].split() or [""]
+    tallest = max([1, *(len(name.split()) for name in plain.header[plain.labels :])])
+    lines = [""] * (tallest - len(heading)) + heading
+    size = max(map(cell_len, [*lines, *cells]))
+    lines += ["─" * size, *cells]
+    pad = [" " * (size - cell_len(line)) for line in lines]
+    return [line + p if number < plain.labels else p + line for line, p in zip(lines, pad, strict=True)]
+
+
+def _width(column: Sequence[str]) -> int:
+    return cell_len(column[0]) + len(GAP)
 
 
 def to_markdown(tables: Sequence[Plain]) -> str:
