@@ -5,8 +5,9 @@ Both run steps through ``Experts``; nothing else repeats the order begin, layers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from moebench.trace.drafts import Recorded, Surrogate, draft_source
 from moebench.trace.format import Trace
 
 Sampler = Callable[[np.ndarray], np.ndarray]
+Stop = int | Callable[[Sequence[int]], bool] | None
 
 
 def greedy(logits: np.ndarray) -> np.ndarray:
@@ -36,6 +38,11 @@ def seeded_sampler(seed: int, temperature: float = 1.0) -> Sampler:
         return (logits / temperature + rng.gumbel(size=logits.shape)).argmax(-1)
 
     return sample
+
+
+def ended(tokens: Sequence[int], stop: Stop) -> bool:
+    """Whether the ids that a sequence emitted so far are its end."""
+    return stop(tokens) if callable(stop) else tokens[-1] == stop
 
 
 @dataclass
@@ -61,14 +68,20 @@ class Loop:
         return Step(self.steps - 1, phase, sequence, position.astype(np.int32).ravel(), valid.ravel(), emits, drafts)
 
     def forward(
-        self, phase: int, tokens: np.ndarray, position: np.ndarray, valid: np.ndarray, emits: int
+        self,
+        phase: int,
+        tokens: np.ndarray,
+        position: np.ndarray,
+        valid: np.ndarray,
+        emits: int,
+        all_rows: bool = False,
     ) -> np.ndarray:
-        """One pass over ``tokens`` [B, W]; returns logits [B, V] of the last column."""
+        """One pass over ``tokens`` [B, W]; returns logits [B, V] of the last column, or [B * W, V] of ``all_rows``."""
         step = self.step(phase, position, valid, emits)
         if self.experts is None:
-            return self.backend.forward(step, tokens, None)
+            return self.backend.forward(step, tokens, None, all_rows)
         self.experts.begin(step)
-        logits = self.backend.forward(step, tokens, self.experts)
+        logits = self.backend.forward(step, tokens, self.experts, all_rows)
         self.experts.end()
         return logits
 
@@ -76,12 +89,13 @@ class Loop:
         self,
         prompts: Sequence[Sequence[int]],
         new_tokens: int,
-        stop: int | None = None,
+        stop: Stop = None,
         sampler: Sampler = greedy,
         forced: Sequence[Sequence[int]] | None = None,
         keep_logits: bool = False,
     ) -> Generation:
-        """Answer a batch of prompts with up to ``new_tokens`` tokens each, ending a sequence at token ``stop``.
+        """Answer a batch of prompts with up to ``new_tokens`` tokens each, ending a sequence at token ``stop``, or
+        where ``stop`` says of the ids emitted so far that they are an end.
 
         ``forced`` feeds given continuations instead of the sampled ones, so that arms see one token sequence. A system
         that drafts decodes in rounds, to the same tokens.
@@ -91,7 +105,9 @@ class Loop:
             raise UsageError("a system that drafts decodes greedily: sampled answers would depend on what it drafts")
         logits, length = self._prefill(prompts)
         if rounds:
-            return Generation(*Rounds(self, prompts, new_tokens, stop, forced, keep_logits).run(logits))
+            return Generation(
+                *Rounds(self, prompts, new_tokens, partial(ended, stop=stop), forced, keep_logits).run(logits)
+            )
         batch = len(prompts)
         out = Generation([[] for _ in range(batch)])
         alive = np.ones(batch, bool)
@@ -104,16 +120,45 @@ class Loop:
                 alive &= np.array([i < len(f) for f in forced])
             for b in np.flatnonzero(alive):
                 out.tokens[b].append(int(chosen[b]))
-            if stop is not None:
-                alive &= chosen != stop
+                alive[b] = not ended(out.tokens[b], stop)
             if not alive.any() or i + 1 == new_tokens:
                 break
             logits = self.forward(DECODE, chosen[:, None], length[:, None], alive[:, None], int(alive.sum()))
             length += 1
         return out
 
+    def score(
+        self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], decoded: bool = False
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Logits before every token of given continuations, none of them empty: (sequence int [n], index in its
+        continuation int [n], fp32 [n, V]), a pass at a time.
+
+        The text runs in passes of ``chunk`` tokens, as a prompt does; ``decoded`` feeds the continuations to the
+        decoding loop instead, as if the system had written them.
+        """
+        if decoded:
+            out = self.generate(prompts, max(map(len, continuations)), forced=continuations, keep_logits=True)
+            for i, logits in enumerate(out.logits):
+                sequence = np.flatnonzero([i < len(given) for given in continuations])
+                yield sequence, np.full(len(sequence), i), logits[sequence]
+            return
+        texts = [[*prompt, *given][:-1] for prompt, given in zip(prompts, continuations, strict=True)]
+        scored = np.array([len(given) for given in continuations])
+        width = max(map(len, texts))
+        for at, logits in self._passes(texts, all_rows=True):
+            index = np.arange(at.start, at.stop) - width + scored[:, None]
+            sequence, column = np.nonzero(index >= 0)
+            if len(sequence):
+                yield sequence, index[sequence, column], logits[sequence * index.shape[1] + column]
+
     def _prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
         """Start a batch: logits [B, V] after its prompts, and their lengths [B]."""
+        for _, last in self._passes(prompts):
+            logits = last
+        return logits, np.array([len(prompt) for prompt in prompts])
+
+    def _passes(self, prompts: Sequence[Sequence[int]], all_rows: bool = False) -> Iterator[tuple[slice, np.ndarray]]:
+        """Start a batch with the passes over its prompts, aligned at their ends: columns, and logits of each pass."""
         batch, width = len(prompts), max(map(len, prompts))
         tokens, valid = np.zeros((batch, width), np.int64), np.zeros((batch, width), bool)
         for i, prompt in enumerate(prompts):
@@ -123,10 +168,9 @@ class Loop:
         if self.experts is not None:
             self.experts.begin_request(np.arange(batch))
         for at in range(0, width, self.chunk):
-            cut = slice(at, at + self.chunk)
-            last = at + self.chunk >= width
-            logits = self.forward(PREFILL, tokens[:, cut], position[:, cut], valid[:, cut], batch * last)
-        return logits, valid.sum(1)
+            cut = slice(at, min(at + self.chunk, width))
+            emits = batch * (cut.stop == width)
+            yield cut, self.forward(PREFILL, tokens[:, cut], position[:, cut], valid[:, cut], emits, all_rows)
 
 
 def replay(

@@ -73,22 +73,25 @@ class Text:
             return logits.argmax(-1)
         return np.asarray(self.forced)[len(self.ids) - self.prompt + depth]
 
-    def emit(self, tokens: Sequence[int], stop: int | None) -> int:
-        """Append ``tokens`` up to the stop token; returns how many."""
-        taken = next((i + 1 for i, token in enumerate(tokens) if token == stop), len(tokens))
-        self.ids += map(int, tokens[:taken])
-        self.left = 0 if self.ids[-1] == stop else self.left - taken
-        return taken
+    def emit(self, tokens: Sequence[int], ended: Callable[[Sequence[int]], bool]) -> int:
+        """Append ``tokens`` up to the end of the answer; returns how many."""
+        for taken, token in enumerate(tokens, 1):
+            self.ids.append(int(token))
+            self.left -= 1
+            if ended(self.emitted):
+                self.left = 0
+                return taken
+        return len(tokens)
 
 
 class Rounds:
     """A batch of requests decoded in rounds on one loop, each sequence at its own pace."""
 
     def __init__(
-        self, loop: Loop, prompts: Sequence[Sequence[int]], new_tokens: int, stop: int | None,
+        self, loop: Loop, prompts: Sequence[Sequence[int]], new_tokens: int, ended: Callable[[Sequence[int]], bool],
         forced: Sequence[Sequence[int]] | None, keep_logits: bool,
     ) -> None:  # fmt: skip
-        self.loop, self.stop, self.keep_logits = loop, stop, keep_logits
+        self.loop, self.ended, self.keep_logits = loop, ended, keep_logits
         self.hooks, self.view = loop.experts.hooks, loop.experts.view
         self.texts = [
             Text(list(prompt), len(prompt), new_tokens if given is None else min(new_tokens, len(given)), given)
@@ -154,7 +157,7 @@ class Rounds:
             text, rows = self.texts[b], logits[b, : 1 + len(drafts[b])]
             choices = text.choices(rows, np.append(0, drafts[b].depth))
             path = right_path(drafts[b], choices)
-            path = path[: text.emit(choices[path].tolist(), self.stop)]
+            path = path[: text.emit(choices[path].tolist(), self.ended)]
             if self.keep_logits:
                 text.logits += list(rows[path])
             kept[b, path] = True
