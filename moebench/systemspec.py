@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -148,6 +149,21 @@ class Handling:
 
 
 @dataclass(frozen=True)
+class Rung:
+    """One configuration of a system's ablation ladder, and in words what it changes.
+
+    It is one step from the rung at position ``after`` of the ladder; None: from the one before it. ``repairs``: it is
+    there to give back what that rung lost, and is asked how much of it does.
+    """
+
+    knobs: Any
+    name: str = ""
+    change: str = ""
+    after: int | None = None
+    repairs: bool = False
+
+
+@dataclass(frozen=True)
 class NoKnobs:
     """The configuration of a system that has nothing to set."""
 
@@ -163,7 +179,9 @@ class SystemSpec:
     bound that no real system reaches; ``foresight(config)``: this configuration of another system is given the future
     too; ``engine`` is the read engine used when none is asked for.
     ``equip(config, target)`` returns what the system brings (default: nothing), or raises what a user can mend;
-    ``published`` are figures to stand beside the rows, ``prepare`` makes the artefacts.
+    ``published`` are figures to stand beside the rows, ``prepare`` makes the artefacts. ``ladder(config, target)``: the
+    way from a configuration that alters nothing to ``config``, one change at a time; its first rung needs no words, it
+    shows what quantisation costs.
     ``sizing`` says how many cache slots it gets: what the ``budget`` holds, the ``minimal`` one layer of one token
     needs, or ``full``, all experts, loaded before the first request; ``scope`` whether layers share them (``shared``)
     or own equal parts (``per_layer``) where the run does not say. ``handling(config)`` is how the loop moves experts
@@ -190,6 +208,7 @@ class SystemSpec:
     equip: Callable[[Any, Target], Equipment] = field(default=lambda config, target: Equipment())
     published: tuple[Published, ...] = ()
     prepare: Preparation | None = None
+    ladder: Callable[[Any, Target], Sequence[Rung]] = field(default=lambda config, target: (Rung(config),))
 
     def foresees(self, config: Any) -> bool:
         """Whether a run with ``config`` is given the demands to come."""
@@ -211,3 +230,21 @@ class SystemSpec:
         ]
         if needy:
             raise ValueError(f"system {self.id}: every knob needs a default, missing for {', '.join(needy)}")
+        self._check_defaults()
+
+    def _check_defaults(self) -> None:
+        """What is declared must hold for the default options, or commands that only list systems would trip over it."""
+        if not self.config.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+            raise ValueError(f"system {self.id}: config must be frozen: @dataclass(frozen=True)")
+        knobs = self.config()
+        typing.get_type_hints(self.config)  # a hint that names nothing fails here
+        for knob in dataclasses.fields(knobs):
+            if not isinstance(value := getattr(knobs, knob.name), str | int | float | tuple | None):
+                raise ValueError(
+                    f"system {self.id}: option {knob.name} is a {type(value).__name__}; options are text, numbers,"
+                    " true or false, or tuples of them"
+                )
+        if (said := self.fidelity(knobs)) not in FIDELITIES:
+            raise ValueError(f"system {self.id}: fidelity {said!r} is not one of {', '.join(FIDELITIES)}")
+        if not isinstance(self.handling(knobs), Handling):
+            raise ValueError(f"system {self.id}: handling(config) must return a Handling")

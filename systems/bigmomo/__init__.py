@@ -19,7 +19,7 @@ from moebench.step import VERIFY, Routing, Step
 from moebench.systems.bigmomo.admission import kept_nodes, node_values, pruned_experts
 from moebench.systems.bigmomo.anchor import Rounds, best_swap, slots_of
 from moebench.systems.bigmomo.counts import Counts
-from moebench.systems.bigmomo.equipment import PUBLISHED, Content, equip
+from moebench.systems.bigmomo.equipment import PUBLISHED, Content, equip, ladder
 from moebench.systems.bigmomo.prepare import PREPARATION
 from moebench.systems.bigmomo.reading import NEVER, Reader
 from moebench.systems.bigmomo.schedule import Schedule
@@ -294,5 +294,6 @@ def register_systems(register):
             equip=equip,
             published=PUBLISHED,
             prepare=PREPARATION,
+            ladder=ladder,
         )
     )

@@ -5,14 +5,14 @@ Knows targets and files; knows no hook and no clock.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moebench.errors import UsageError
 from moebench.systems.bigmomo import acceptance as artefacts
-from moebench.systemspec import Equipment, Published, Target
+from moebench.systemspec import Equipment, Published, Rung, Target
 from moebench.trace.drafts import has_drafts
 
 if TYPE_CHECKING:
@@ -48,6 +48,14 @@ def equip(config: BigMoMoConfig, target: Target) -> Equipment:
         )
     branching = config.branching or (BRANCHING if target.trees else 1)
     return (_live if target.trace is None else _replayed)(config, target, branching)
+
+
+def ladder(config: BigMoMoConfig, target: Target) -> list[Rung]:
+    """Without dropping experts nothing is altered; with ``tau`` that is the one change."""
+    if not config.tau:
+        return [Rung(config)]
+    exact = replace(config, tau=0.0, artefact=config.artefact if config.rho < 1 else "")
+    return [Rung(exact), Rung(config, "experts dropped", f"tau={config.tau:g} of a window's routing impact is dropped")]
 
 
 def _live(config: BigMoMoConfig, target: Target, branching: int) -> Equipment:

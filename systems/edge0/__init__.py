@@ -16,6 +16,7 @@ from moebench.hookspecs import hookimpl
 from moebench.residency.policies import make_policy
 from moebench.step import ABSENT, DECODE, Routing, Step
 from moebench.systems.edge0.equipment import PUBLISHED, Content, equip
+from moebench.systems.edge0.ladder import ladder
 from moebench.systems.edge0.prepare import PREPARATION
 from moebench.systems.edge0.staging import Staging, capacity
 from moebench.systemspec import RunContext, SystemSpec
@@ -202,5 +203,6 @@ def register_systems(register):
             equip=equip,
             published=PUBLISHED,
             prepare=PREPARATION,
+            ladder=ladder,
         )
     )
