@@ -11,12 +11,13 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import pluggy
 
+from moebench.config import RunConfig
 from moebench.errors import PluginError, UsageError, unknown
 from moebench.hookcheck import REGISTRY_HOOKS, new_manager, register
 from moebench.systemspec import SystemSpec
@@ -36,6 +37,7 @@ BUILTIN = (
     "moebench.systems.bigmomo",
     "moebench.store.builtin",
 )
+RESERVED = ("all", "hydra", "systems", "baselines", *(option.name for option in fields(RunConfig)))
 
 
 def home() -> Path:
@@ -164,6 +166,8 @@ def _registrar(registry: Registry, hook: str, origin: str) -> Callable[..., None
     def register_system(spec: SystemSpec) -> None:
         if not isinstance(spec, SystemSpec):
             raise UsageError(f"register_systems takes a SystemSpec, got {type(spec).__name__}")
+        if spec.id in RESERVED:
+            raise UsageError(f"a system cannot be called {spec.id}: on the command line the word means something else")
         registry.add("systems", spec.id, spec, origin)
 
     def register_path(path: str | Path) -> None:
