@@ -12,11 +12,15 @@ from moebench.errors import UsageError, unknown
 COMMANDS = {
     "run": "run one system on one machine with one workload; -m sweeps",
     "compare": "run several systems beside a floor, baselines and an oracle",
+    "ladder": "where a system's loss comes from, one change at a time",
+    "summary": "scores of result files, a line per dataset and a column per system",
+    "report": "one self-contained page from result files, with tables as Markdown and CSV",
     "list": "systems, hardware, models and engines that can be named",
     "doctor": "what this machine can measure, and what is missing",
     "pack": "turn a model folder into an expert pack",
     "prepare": "fit or import what a system brings to a model, such as trained heads",
     "calibrate": "measure this machine into hw=host",
+    "new-system": "write a plugin package with a system of your own, ready to install",
     "trace": "import, record, synthesize and describe routing traces",
 }
 
@@ -65,7 +69,7 @@ def _dispatch(words: list[str]) -> int:
         return 0
     if words[0] not in COMMANDS:
         raise unknown("command", words[0], COMMANDS)
-    module = importlib.import_module(f"moebench.commands.{words[0]}")
+    module = importlib.import_module(f"moebench.commands.{words[0].replace('-', '_')}")
     return int(module.main(words[1:]))
 
 
