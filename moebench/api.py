@@ -70,16 +70,16 @@ def _words(options: dict[str, Any]) -> list[str]:
         if isinstance(value, dict):
             words += _words({f"{key}.{name}": nested for name, nested in value.items()})
         else:
-            words.append(f"{key}={_written(value)}")
+            words.append(f"{key}={written(value)}")
     return words
 
 
-def _written(value: Any) -> str:
+def written(value: Any) -> str:
     """A value in hydra's grammar: text is quoted, and nothing in it is read as a reference to another option."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(_written, value))}]"
+        return f"[{','.join(map(written, value))}]"
     if isinstance(value, int | float):
         return str(value)
     text = re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", str(value))

@@ -19,7 +19,7 @@ def task(scores, reference, version: str = "abc123", mode: str = "gen") -> dict:
         "version": version, "metric": "exact_match", "mode": mode, "n": len(scores),
         "value": 100 * sum(scores) / len(scores), "reference": 100 * sum(reference) / len(reference),
         "delta": delta.points, "ci": list(delta.ci), "p": exact_p(gained, lost), "gained": gained, "lost": lost,
-        "scores": list(scores), "reference_scores": list(reference),
+        "scores": [100.0 * s for s in scores], "reference_scores": [100.0 * s for s in reference],
     }  # fmt: skip
 
 

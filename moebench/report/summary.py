@@ -14,6 +14,7 @@ from typing import Any
 
 from moebench.quality import local
 from moebench.quality.paired import exact_p, paired_delta
+from moebench.report.groups import newest, options
 from moebench.report.plain import Plain
 from moebench.result import Row
 
@@ -115,7 +116,7 @@ def _models(rows: Sequence[Row]) -> list[tuple[str, list[Column], list[str]]]:
     found = []
     for model in sorted({row.model for row in rows if row.quality}):
         mine = [row for row in rows if row.model == model and (row.quality or row.status == "failed")]
-        kept, notes = _newest(mine)
+        kept, notes = newest(mine)
         ok = [column for column in _columns(kept) if column.row.quality]
         notes += [line for column in ok for line in column.missing]
         failed = [column for column in _columns(kept) if not column.row.quality]
@@ -124,31 +125,16 @@ def _models(rows: Sequence[Row]) -> list[tuple[str, list[Column], list[str]]]:
     return found
 
 
-def _newest(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
-    """One row for each system, machine and options: the one that was finished last."""
-    order = sorted(rows, key=lambda row: (str(row.volatile.get("finished", "")), row.id))
-    kept = {(row.system, row.hw, tuple(sorted(options(row.config).items()))): row for row in order}
-    older = len({row.id for row in rows}) - len({row.id for row in kept.values()})
-    return list(kept.values()), [f"{older} older runs of the same options left out"] if older else []
-
-
-def options(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """A row's options by dotted name, as text; a system's own go without ``system.``."""
-    found: dict[str, str] = {}
-    for name, value in config.items():
-        inner = "" if name == "system" else f"{prefix}{name}."
-        found |= options(value, inner) if isinstance(value, Mapping) else {prefix + name: str(value)}
-    return found
-
-
 def _columns(rows: Sequence[Row]) -> list[Column]:
     """Rows with their names: the system, and the options by which several rows of one system differ."""
     columns = []
     for row in rows:
-        said = {"hw": row.hw, **options(row.config)}
-        others = [{"hw": other.hw, **options(other.config)} for other in rows if other.system == row.system]
+        said, *others = (
+            {"hw": other.hw, "workload": other.workload_name, **options(other.config)}
+            for other in (row, *(other for other in rows if other.system == row.system))
+        )
         varied = [name for name in said if any(other.get(name) != said[name] for other in others)]
-        label = " ".join([row.system, *(f"{name}={said[name]}" for name in sorted(varied))])
+        label = " ".join([row.system, *(f"{name.removeprefix('system.')}={said[name]}" for name in sorted(varied))])
         columns.append(_column(label, row, rows))
     return columns
 
@@ -173,7 +159,9 @@ def _column(label: str, row: Row, rows: Sequence[Row]) -> Column:
     absent = [name for name in members if name not in of]
     if absent and tasks:
         missing.append(f"no average of {suite} for {label}: it lacks {', '.join(absent)}")
-    elif len(members) > 1 and tasks and all(of[name].mode != "ppl" for name in members):
+    elif any(of[name].mode == "ppl" for name in members):
+        missing.append(f"no average of {suite} for {label}: it holds perplexities")
+    elif len(members) > 1:
         versions = "".join(of[name].version for name in members)
         modes = {of[name].mode for name in members}
         mode = modes.pop() if len(modes) == 1 else "mixed"
@@ -185,8 +173,7 @@ def _column(label: str, row: Row, rows: Sequence[Row]) -> Column:
 
 def average(tasks: Sequence[Mapping[str, Any]]) -> Score:
     """The mean over tasks, each counting the same, with items resampled within their task; p over all items."""
-    system = [score for task in tasks for score in task["scores"]]
-    reference = [score for task in tasks for score in task["reference_scores"]]
+    system, reference = ([s / 100 for task in tasks for s in task[of]] for of in ("scores", "reference_scores"))
     delta = paired_delta(system, reference, [str(n) for n, task in enumerate(tasks) for _ in task["scores"]])
     gained = sum(a > b for a, b in zip(system, reference, strict=True))
     lost = sum(a < b for a, b in zip(system, reference, strict=True))
