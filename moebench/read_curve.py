@@ -23,13 +23,14 @@ class ReadCurve:
     def gb_s(self, nbytes: float, depth: float) -> float:
         """Throughput in GB/s at a request size and a queue depth: log-log between points, clamped outside them.
 
-        Never falls with depth: a deeper queue can always be used as a shallower one.
+        Never falls with depth: a deeper queue can always be used as a shallower one. Ten digits, so that the last one
+        of a machine's logarithm, which differs between processors, cannot reach a replay.
         """
         low, high, share = _bracket(self.sizes_kib, nbytes / 1024)
         near, far, part = _bracket(self.depths, depth)
         best = [[max(row[: j + 1]) for j in (near, far)] for row in (self.rows[low], self.rows[high])]
         ends = [math.log(a) * (1 - part) + math.log(b) * part for a, b in best]
-        return math.exp(ends[0] * (1 - share) + ends[1] * share)
+        return float(f"{math.exp(ends[0] * (1 - share) + ends[1] * share):.10g}")
 
 
 def _bracket(axis: tuple[float, ...], x: float) -> tuple[int, int, float]:

@@ -161,7 +161,7 @@ def test_the_best_are_those_of_a_sort_among_what_is_wanted(scores, data, count_)
     found = best(values, wanted, count_)
     order = [i for i in np.argsort(-values, kind="stable").tolist() if wanted[i]]
     assert len(found) == min(count_, len(order))
-    assert values[found].tolist() == values[order[: len(found)]].tolist()
+    assert found.tolist() == order[: len(found)]  # ties by index, on every processor
     assert wanted[found].all()
 
 

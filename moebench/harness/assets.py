@@ -4,6 +4,7 @@ and kept.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -46,6 +47,17 @@ def load_live(folder: Path, name: str, quant: str, layout: str, order: str = "",
     pack = ensure_pack(folder, name, quant, layout, order, codec)
     config = pack.manifest.model["config"]
     return LiveModel(folder, pack, geometry_of(config, name, quant), tokenizer)
+
+
+def folder_geometry(folder: Path, name: str, quant: str) -> Geometry:
+    """The geometry of a model folder by its configuration alone: no weights are read, no pack is made."""
+    from moebench.backends.torch_source import geometry_of
+
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except ValueError as error:
+        raise MoebenchError(f"{folder / 'config.json'} is not JSON: {error}") from None
+    return geometry_of(config, name, quant)
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -98,14 +98,14 @@ def plan(config: RunConfig, registry: Registry) -> list[Cell]:
             small = replace(config, budget=repr(min(1.0, fraction)))
             cells = [replace(cells[0], config=small), reference]
     elif config.model == EMBEDDED:
-        cells = [Cell(**common, folder=embedded_folder())]
+        cells = [_of_folder(common, embedded_folder(), EMBEDDED)]
     elif config.model in registry.models:
         cells = [_replay(common, registry.model_path(config.model))]
     elif "/" in config.model or Path(config.model).is_dir():
         folder = Path(config.model).expanduser()
         if not (folder / "config.json").is_file():
             raise UsageError(f"model {config.model} is not a model folder: it has no config.json")
-        cells = [Cell(**common, folder=folder)]
+        cells = [_of_folder(common, folder, folder.resolve().name)]
     else:
         valid = [EMBEDDED, "auto", *registry.models]
         raise unknown("model", config.model, valid, "; or a folder with config.json and safetensors")
@@ -116,9 +116,16 @@ def plan(config: RunConfig, registry: Registry) -> list[Cell]:
             raise UsageError(
                 f"workload=prompts needs a model that computes; {cell.model} is a geometry, use workload=synthetic"
             )
-        if config.workload.kind == "trace" and cell.live and config.model != "auto":
-            raise UsageError("workload=trace replays routing without a model; choose a geometry with model=NAME")
     return cells
+
+
+def _of_folder(common: dict, folder: Path, name: str) -> Cell:
+    """A cell that computes; where a trace is followed, one that replays it in the geometry of the folder's model."""
+    if common["config"].workload.kind != "trace":
+        return Cell(**common, folder=folder)
+    from moebench.harness.assets import folder_geometry
+
+    return Cell(**common, geometry=folder_geometry(folder, name, common["config"].quant))
 
 
 def _replay(common: dict, path: Path) -> Cell:

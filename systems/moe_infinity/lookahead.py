@@ -26,7 +26,10 @@ def best(scores: np.ndarray, wanted: np.ndarray, count: int) -> np.ndarray:
     """Indices of the ``count`` highest ``scores`` [n] among ``wanted`` (bool), highest first, ties by index."""
     at = np.flatnonzero(wanted)
     if len(at) > count:
-        at = np.sort(at[np.argpartition(-scores[at], count - 1)[:count]])
+        own = scores[at]
+        edge = np.partition(own, -count)[-count]
+        ties = np.flatnonzero(own == edge)[: count - int((own > edge).sum())]  # a partition's choice is the processor's
+        at = at[np.union1d(np.flatnonzero(own > edge), ties)]
     return at[np.argsort(-scores[at], kind="stable")]
 
 

@@ -11,6 +11,8 @@ from moebench.systems.moe_infinity.matrices import Activity
 
 EPSILON = 1e-8  # its code's
 HALF_LIFE = 16  # passes, the half-life of moebench's decayed_lfu
+# 40 bits, so that the last digit of a machine's power function cannot reach a victim
+DECAY = round(0.5 ** (1 / HALF_LIFE) * 2**40) / 2**40
 FEW = 8
 
 
@@ -31,7 +33,7 @@ class Replacement:
     def begin_step(self) -> None:
         """A pass starts."""
         if self.law == "incache_decayed":
-            self.used *= 0.5 ** (1 / HALF_LIFE)
+            self.used *= DECAY
 
     def access(self, keys: np.ndarray) -> None:
         """A layer demands ``keys``."""

@@ -55,5 +55,6 @@ def best(splits: tuple[int, ...], seconds: tuple[float, ...], nbytes: tuple[int,
     counts = np.bincount(split)
     mean_time, mean_load = (np.bincount(split, values) / counts for values in (time, load))
     apart = load - mean_load[split]
-    slope = apart @ (time - mean_time[split]) / (apart @ apart) if apart.any() else 0.0
+    # sums, not products of a BLAS, which adds up in an order of the processor's own
+    slope = (apart * (time - mean_time[split])).sum() / (apart**2).sum() if apart.any() else 0.0
     return int((mean_time - slope * (mean_load - load.mean())).argmin())
