@@ -1,0 +1,139 @@
+"""``moebench report``: one HTML page from result files, the same tables as Markdown and CSV, a trace for Perfetto."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moebench import hardware
+from moebench.commands.places import writable_folder
+from moebench.commands.words import parse
+from moebench.config import option
+from moebench.errors import MoebenchError
+from moebench.plugins import Registry
+from moebench.result import Row
+from moebench.systemspec import SystemSpec
+
+TABLES = "report.tables"
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """Which results are reported, and where the report goes."""
+
+    results: tuple[str, ...] = option(("results",), "folders or files of results")
+    out: str = option("reports", "folder that the report is written to; report.html there is replaced")
+
+
+def main(words: Sequence[str]) -> int:
+    """Read, build and write; the last line on stdout is the document."""
+    from moebench import results
+    from moebench.plugins import load_plugins
+    from moebench.report.build import Sources, build
+    from moebench.report.groups import newest
+
+    options = parse(words, ReportOptions, "report")
+    if options is None:
+        return 0
+    left: list[str] = []
+
+    def warn(text: str) -> None:
+        left.append(text)
+        results.warning(text)
+
+    found, older = newest(results.read(options.results, warn=warn))
+    registry = load_plugins()
+    rows = [*found, *published(found, registry)]
+    profiles, unknown = _profiles(rows, registry)
+    from moebench.commands.command_line import command
+
+    sources = Sources(
+        roles={name: role(spec) for name, spec in registry.systems.items()},
+        commands={row.id: command(row, registry) for row in found},
+        profiles=profiles,
+        unknown=unknown,
+        left_out=[*left, *older],
+    )
+    files = build(rows, sources)
+    written = _write(files, writable_folder(options.out))
+    failed = sum(row.status == "failed" for row in found)
+    print(
+        f"{len(found)} rows ({failed} failed), {len(rows) - len(found)} published beside them, "
+        f"{len(sources.left_out)} left out"
+    )
+    for path in written:
+        if path.suffix != ".csv":
+            print(f"{path}  {path.stat().st_size / 1e6:.2f} MB")
+    print(f"{Path(options.out) / TABLES}  {sum(path.suffix == '.csv' for path in written)} tables as CSV")
+    document = {"report": str(written[0]), "files": [str(path) for path in written], "rows": len(found)}
+    print(json.dumps({**document, "failed": failed, "left_out": sources.left_out}, separators=(",", ":")))
+    return 0
+
+
+def role(spec: SystemSpec) -> str:
+    """What a system is to a comparison, in a word of ``moebench.report.groups.ROLES``."""
+    if spec.oracle:
+        return "oracle"
+    if spec.baseline:
+        return {"full": "ceiling", "minimal": "floor"}.get(spec.sizing, "baseline")
+    return "system"
+
+
+def published(rows: Sequence[Row], registry: Registry) -> list[Row]:
+    """Figures of others that belong beside these rows, each once."""
+    from moebench.commands.words import build
+    from moebench.config import RunConfig, WorkloadConfig
+    from moebench.harness.plan import Cell
+    from moebench.harness.rows import published_row
+
+    found: dict[str, Row] = {}
+    for row in rows:
+        spec = registry.systems.get(row.system)
+        near = [one for one in spec.published if (one.hw, one.model) == (row.hw, row.model)] if spec else []
+        if spec is None or not near:
+            continue
+        plain = dict(row.config)
+        knobs = {key: value for key, value in plain.pop("system").items() if key != "id"}
+        config = build(
+            RunConfig,
+            {**plain, "system": spec.id, "knobs": build(spec.config, knobs, spec.id),
+             "workload": build(WorkloadConfig, plain["workload"], "workload")},
+            "row",
+        )  # fmt: skip
+        profile = hardware.load(registry.hardware_path(row.hw))
+        cell = Cell(config, spec, profile, str(row.protocol["clock"]), "", config.engine)
+        for one in near:
+            if one.where(config.knobs, config):
+                made = published_row(cell, one)
+                found[made.id] = made
+    return list(found.values())
+
+
+def _profiles(rows: Sequence[Row], registry: Registry) -> tuple[dict[str, hardware.HardwareProfile], dict[str, str]]:
+    """The machines' profiles, and why one is not known here."""
+    profiles, unknown = {}, {}
+    for name in sorted({row.hw for row in rows}):
+        try:
+            profiles[name] = hardware.load(registry.hardware_path(name))
+        except MoebenchError as error:
+            unknown[name] = str(error)
+    return profiles, unknown
+
+
+def _write(files: dict[str, str], out: Path) -> list[Path]:
+    """Write all files, and take away tables of an older report; a file appears whole or not at all."""
+    tables = out / TABLES
+    tables.mkdir(exist_ok=True)
+    for old in tables.glob("*.csv"):
+        if f"{TABLES}/{old.name}" not in files:
+            old.unlink()
+    written = []
+    for name, text in files.items():
+        path = out / name
+        partial = path.with_name(f".{path.name}.tmp")
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+        written.append(path)
+    return written
