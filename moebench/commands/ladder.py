@@ -10,7 +10,7 @@ from typing import Literal
 
 from moebench import result
 from moebench.commands import compose
-from moebench.commands.again import command
+from moebench.commands.command_line import command
 from moebench.commands.places import writable_folder
 from moebench.commands.run import run_cell
 from moebench.commands.words import describe, parse
@@ -55,7 +55,7 @@ def main(words: Sequence[str]) -> int:
     for number, rung in enumerate(rungs, 1):
         print(f"{rung.name} ({number} of {len(rungs)})", file=sys.stderr)
         row = next(row for row in run_cell(rung.config, strict=False) if row.workload["kind"] != "published")
-        climbed.append(ladder.Climbed(rung.name, rung.change, rung.after, rung.repairs, row, command(rung.config)))
+        climbed.append(ladder.Climbed(rung.name, rung.change, rung.after, rung.repairs, row, command(row, registry)))
     found = ladder.Ladder(climbed)
     title = f"{config.system} on {climbed[0].row.model}, {config.hw}: exact match and the like, 0 to 100"
     plain.print_as(options.format, ladder.tables(found, title), ladder.sheet(found), sys.stdout)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 RESAMPLES = 2000
+Scores = Sequence[float] | np.ndarray  # of items, in one order for all arms
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Delta:
     n: int
 
 
-def paired_delta(system: Sequence[bool], reference: Sequence[bool], groups: Sequence[str], seed: int = 0) -> Delta:
+def paired_delta(system: Scores, reference: Scores, groups: Sequence[str], seed: int = 0) -> Delta:
     """Mean over groups (tasks) of the mean difference system - reference; items are resampled within their group."""
     if not len(system) == len(reference) == len(groups) > 0:
         raise ValueError("a paired delta needs the same items under both arms, at least one")
@@ -54,13 +55,7 @@ class Share:
     reason: str = ""
 
 
-def paid_back(
-    repaired: Sequence[float],
-    lossy: Sequence[float],
-    reference: Sequence[float],
-    groups: Sequence[str],
-    seed: int = 0,
-) -> Share:
+def paid_back(repaired: Scores, lossy: Scores, reference: Scores, groups: Sequence[str], seed: int = 0) -> Share:
     """(repaired - lossy) / (reference - lossy), each the mean over groups of mean scores on the same items.
 
     Items are resampled within their group, for all three arms alike. A resample without a loss has no share: the

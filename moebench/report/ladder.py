@@ -76,10 +76,11 @@ class Ladder:
         if not all(arms):
             return {name: Share(None, None, "a rung failed") for name in (*self.tasks, MEAN)}
         parts = {name: [name] for name in self.tasks} | {MEAN: self.tasks}
-        return {
-            name: paid_back(*([score for task in of for score in arm[task]] for arm in arms), _groups(arms[0], of))
-            for name, of in parts.items()
-        }
+        found = {}
+        for name, of in parts.items():
+            mine, lower, base = ([score for task in of for score in arm[task]] for arm in arms)
+            found[name] = paid_back(mine, lower, base, _groups(arms[0], of))
+        return found
 
 
 def difference(upper: Mapping[str, list[float]], lower: Mapping[str, list[float]], name: str, below: str) -> Step:
@@ -99,8 +100,8 @@ def tables(ladder: Ladder, title: str) -> list[Plain]:
 
 def sheet(ladder: Ladder) -> Plain:
     """For programs: one line for each rung and dataset, the mean last; missing values are empty."""
-    header = ("rung", "after", "dataset", "score", "unmodified")
-    header += tuple(f"{of} {part}" for of in ("step", "total") for part in ("delta", "low", "high", "n", "p"))
+    numbers = tuple(f"{of} {part}" for of in ("step", "total") for part in ("delta", "low", "high", "n", "p"))
+    header = ("rung", "after", "dataset", "score", UNMODIFIED, *numbers)
     lines = []
     for position, rung in enumerate(ladder.rungs):
         after = UNMODIFIED if rung.after is None else ladder.rungs[rung.after].name
@@ -146,7 +147,7 @@ def _score_table(ladder: Ladder, title: str) -> Plain:
 
 
 def _step_table(ladder: Ladder) -> Plain:
-    lines, reasons = [], {}
+    lines, reasons = [], dict[str, None]()
     for position, rung in enumerate(ladder.rungs):
         after = UNMODIFIED if rung.after is None else ladder.rungs[rung.after].name
         step, total = ladder.step(position), ladder.total(position)

@@ -101,7 +101,7 @@ def sheet(rows: Sequence[Row]) -> Plain:
         for key in sorted({key for scores in found.values() for key in scores}):
             scores = [found.get(name, {}).get(key) for name in names]
             cells = [_value(kept[model].get(base, {}).get(key), "") for base in bases]
-            cells += [_value(score and score.value, "") for score in scores]
+            cells += [_value(score.value if score else None, "") for score in scores]
             for score in scores:
                 cells += _numbers(score) if score else [""] * len(DELTAS)
             lines.append((model, *key.cells, *cells))
