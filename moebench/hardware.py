@@ -6,6 +6,8 @@ experts: the virtual timeline turns these numbers into seconds.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import re
 from dataclasses import dataclass, field
@@ -119,6 +121,15 @@ class HardwareProfile:
     def declares(self, name: str) -> bool:
         """Whether the profile gives an optional number, by dotted name."""
         return name in self.quantities
+
+    @property
+    def digest(self) -> str:
+        """Twelve hex digits over what a modeled run computes with; titles and the wording of sources are left out."""
+        curve, stacks = self.read_curve, sorted(self.stacks)
+        numbers = {name: quantity.value for name, quantity in self.quantities.items()}
+        numbers |= {f"{name}.{key}": getattr(self.stacks[name], key) for name in stacks for key in STACK_NUMBERS}
+        content = [self.unified, self.engine, self.stack, numbers, curve.sizes_kib, curve.depths, curve.rows]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
     def __getattr__(self, name: str) -> float:
         """Plain floats under their short names: ``profile.ram_gib``, ``profile.dram_gb_s``."""

@@ -42,6 +42,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu": _cpu_name(),
+        "isa": _isa(),
         "gpu": _gpu_name() or None,
         "ram_gib": detect().ram_gib,
         "commit": _commit(),
@@ -73,6 +74,13 @@ def _cpu_name() -> str:
         query = ["sysctl", "-n", "machdep.cpu.brand_string"]
         return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
     return platform.processor() or platform.machine()
+
+
+def _isa() -> str:
+    """The widest vector instructions that kernels choose between, else the architecture: marketing names hide them."""
+    path = Path("/proc/cpuinfo")
+    words = set(path.read_text().split()) if path.exists() else set()
+    return next((name for name in ("avx512f", "avx2") if name in words), platform.machine())
 
 
 def _gpu_name() -> str:

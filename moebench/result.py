@@ -47,6 +47,9 @@ METRICS: dict[str, tuple[str, bool | None]] = {
     "accepted_per_round": ("token/round", True),
     "verified_per_token": ("row/token", False),
     "token_agreement": ("fraction", True),
+    "kl_median_nats": ("nats", False),
+    "kl_p99_nats": ("nats", False),
+    "perplexity": ("1", False),
     "quality_delta": ("points", True),
 }
 
@@ -140,9 +143,20 @@ class Row:
         return _id(_plain(self))
 
     @property
+    def machine(self) -> str:
+        """Six hex digits over processor, card and whole GiB of the machine that was timed; empty on a modeled row."""
+        if self.protocol.get("clock") != "wall":
+            return ""
+        parts = [self.environment.get(name) for name in ("cpu", "gpu")]
+        return hashlib.sha256(_dumps([*parts, round(self.environment.get("ram_gib") or 0)]).encode()).hexdigest()[:6]
+
+    @property
     def folder(self) -> Path:
-        """``<hw>/<system>__<model>__<workload>`` with path characters made safe."""
-        return Path(_safe(self.hw)) / "__".join(_safe(part) for part in (self.system, self.model, self.workload_name))
+        """``<hw>/<system>__<model>__<workload>`` with path characters made safe; ``<hw>-<machine>`` where one was
+        timed, so that the folders of several machines merge.
+        """
+        place = f"{self.hw}-{self.machine}" if self.machine else self.hw
+        return Path(_safe(place)) / "__".join(_safe(part) for part in (self.system, self.model, self.workload_name))
 
 
 def to_json(row: Row) -> str:
@@ -181,7 +195,7 @@ def _known(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(row: Row, folder: str | Path) -> Path:
-    """Write one row as ``<hw>/<system>__<model>__<workload>/<id>-<n>.json``; never touches an older file.
+    """Write one row as ``<row.folder>/<id>-<n>.json``; never touches an older file.
 
     The file appears whole or not at all; ``n`` counts runs of the same content.
     """

@@ -77,6 +77,7 @@ def labels(row: Row) -> dict[str, Any]:
         "workload": row.workload_name,
         "budget": row.config.get("budget"),
         "seed": row.workload["seed"],
+        "machine": row.machine,
         "status": row.status,
         "error": row.error,
         "commit": row.environment.get("commit"),

@@ -43,6 +43,7 @@ def run_row(
         protocol={
             "clock": cell.clock,
             "why": cell.why,
+            "profile": cell.profile.digest,
             "warmup_tokens": config.warmup_tokens,
             "repeats": len(runs),
             "page_cache": cache_state,
