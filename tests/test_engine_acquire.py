@@ -10,8 +10,8 @@ from engine_fixtures import GEOMETRY, Adversary, Watch, make_experts, make_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moebench.engine.acquire import PluginError
 from moebench.engine.loop import replay, replay_steps
+from moebench.errors import PluginError
 from moebench.hookspecs import hookimpl
 from moebench.plugins import load_plugins
 from moebench.residency.replay import replay as cache_replay

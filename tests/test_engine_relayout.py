@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from test_live_identity import PROMPTS, TOKENS, Lab, check_same
 
 import moebench
-from moebench.engine.acquire import Experts, PluginError
+from moebench.engine.acquire import Experts
 from moebench.engine.hooks import Hooks
 from moebench.engine.loop import Loop, replay
 from moebench.engine.movement import Rules
 from moebench.engine.relayout import ModeledMover, Relayout
-from moebench.errors import UsageError
+from moebench.errors import PluginError, UsageError
 from moebench.hookspecs import hookimpl
 from moebench.residency.places import Places
 from moebench.residency.tier import Tier

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moebench.engine.loop import replay
-from moebench.engine.movement import PluginError
+from moebench.errors import PluginError
 from moebench.hookspecs import hookimpl
 from moebench.plugins import load_plugins
 from moebench.residency.places import Places

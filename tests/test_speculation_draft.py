@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from speculation_fixtures import ancestors_closed, tree
 
 from moebench.draft import Acceptance, Draft, chain, lookup
-from moebench.engine.movement import PluginError
 from moebench.engine.speculate import right_path, verified
+from moebench.errors import PluginError
 
 trees = st.builds(lambda seed, n: tree(np.random.default_rng(seed), n), st.integers(0, 10**6), st.integers(0, 12))
 

@@ -18,8 +18,7 @@ from moebench.backends import torch_model
 from moebench.backends.torch_experts import BackendError
 from moebench.draft import Draft, chain
 from moebench.engine.loop import seeded_sampler
-from moebench.engine.movement import PluginError
-from moebench.errors import UsageError
+from moebench.errors import PluginError, UsageError
 from moebench.plugins import load_plugins
 from moebench.step import VERIFY
 from moebench.systemspec import RunContext

@@ -14,7 +14,7 @@ from moebench.cli import main
 from moebench.commands import trace as trace_command
 from moebench.commands.record import RecordedSystem, RecordingExperts
 from moebench.engine.hooks import Hooks
-from moebench.engine.movement import PluginError
+from moebench.errors import PluginError
 from moebench.geometry import Geometry
 from moebench.hookspecs import hookimpl
 from moebench.plugins import load_plugins

@@ -22,9 +22,8 @@ import numpy as np
 
 from moebench.config import option
 from moebench.engine.hooks import Hooks
-from moebench.engine.movement import PluginError
 from moebench.engine.record import StepRecord
-from moebench.errors import UsageError
+from moebench.errors import PluginError, UsageError
 from moebench.geometry import Geometry
 from moebench.step import ABSENT, Routing, Step
 from moebench.systemspec import RunContext, SystemSpec, Target

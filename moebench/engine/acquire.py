@@ -7,6 +7,7 @@ waves, and every expert is loaded once. Knows no system, no device and no file.
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from moebench.engine.ahead import ReadAhead
-from moebench.engine.movement import WINDOW_WEIGHT, PluginError
+from moebench.engine.answers import keys_of, mask_of, routing_of
+from moebench.engine.movement import WINDOW_WEIGHT
 from moebench.engine.record import StepRecord
+from moebench.errors import PluginError
 from moebench.step import Routing, Step
 from moebench.timeline.base import DEMAND, Ticket
-
-__all__ = ["Experts", "PluginError"]
 
 
 class Experts(ReadAhead):
@@ -77,7 +78,9 @@ class Experts(ReadAhead):
         started = time.perf_counter() if self._timed else 0.0
         routing = native
         if hooks.route is not None:
-            routing = hooks.route(step, layer, hidden, native, self.view) or native
+            said = hooks.route(step, layer, hidden, native, self.view)
+            if said is not None and said is not native:
+                routing = routing_of(said, step.rows, self.geometry.experts)
         if not routing.ahead:
             self.timeline.host_sync()
         self._observe_window(layer)
@@ -101,7 +104,7 @@ class Experts(ReadAhead):
         if self.in_flight and self.hooks.cancel is not None:
             stale = self.hooks.cancel(self.step, layer, self.view)
             if stale is not None:
-                self._cancel([k for k in np.asarray(stale, np.int64).tolist() if k not in keys])
+                self._cancel([k for k in keys_of("cancel", stale, self.geometry.keys) if k not in keys])
         if self._timed:
             record.harness_s += time.perf_counter() - started
         rows_each = pairs / max(1, len(keys))
@@ -139,7 +142,8 @@ class Experts(ReadAhead):
         comes down into a scratch slot for this wave.
         """
         chosen = self.hooks.place(self.step, layer, wave, self.view) if self.hooks.place is not None else None
-        keys = [k for k, there in zip(wave, chosen, strict=True) if there] if chosen is not None else []
+        there = mask_of("place", chosen, len(wave)) if chosen is not None else ()
+        keys = [k for k, on_host in zip(wave, there, strict=False) if on_host]
         placed: dict[int, Ticket | None] = {}
         for key in keys:
             if key in self.host:
@@ -216,7 +220,7 @@ class Experts(ReadAhead):
         """What to do next as a system says: ready keys to compute together, or one key to wait for."""
         if choice is None:
             return [(ready or waiting)[0]]
-        group = [int(k) for k in np.atleast_1d(choice)]
+        group = keys_of("order_compute", np.atleast_1d(choice), self.geometry.keys)
         if not group or len(set(group)) < len(group) or not (
             set(group) <= set(ready) or (len(group) == 1 and group[0] in waiting)
         ):  # fmt: skip
@@ -249,8 +253,9 @@ class Experts(ReadAhead):
             if self.host is not None:
                 self.record.from_host += sum(k in self.host for k in missing)
             if self.hooks.admit is not None and (keep := self.hooks.admit(missing, self.view)) is not None:
+                keep = mask_of("admit", keep, len(missing))
                 self.temporary.update(k for k, stay in zip(missing, keep, strict=True) if not stay)
-                self.record.temporary += len(missing) - sum(map(bool, keep))
+                self.record.temporary += len(missing) - sum(keep)
             if self.hooks.plan_reads is not None:
                 plan = self.hooks.plan_reads(missing, self.view)
                 missing = missing if plan is None else self._planned(missing, plan)
@@ -264,8 +269,11 @@ class Experts(ReadAhead):
 
     def _planned(self, missing: list[int], plan: Sequence[int | Sequence[int]]) -> list[int]:
         """Missing keys in the order of a system's plan, and which of them one request reads together."""
-        runs = [(item,) if isinstance(item, int | np.integer) else tuple(item) for item in plan]
-        planned = [int(k) for run in runs for k in run]
+        try:
+            runs = [(item,) if isinstance(item, int | np.integer) else tuple(item) for item in plan]
+            planned = [operator.index(k) for run in runs for k in run]
+        except TypeError:
+            raise PluginError(f"plan_reads returned {str(plan)[:60]}: keys, or groups of keys, or None") from None
         if sorted(planned) != sorted(missing):
             raise PluginError(f"plan_reads returned {planned} for {missing}; it may only reorder and group")
         if len(runs) < len(planned):

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-import numpy as np
-
-from moebench.engine.movement import Movement, PluginError
+from moebench.engine.answers import keys_of
+from moebench.engine.movement import Movement
+from moebench.errors import PluginError
 from moebench.timeline.base import DEMAND, PREFETCH
 
 
@@ -24,7 +24,7 @@ class ReadAhead(Movement):
         wanted = self.hooks.prefetch(self.step, point, self.view)
         if wanted is None:
             return
-        keys = [k for k in dict.fromkeys(np.asarray(wanted, np.int64).tolist()) if k not in self.device]
+        keys = [k for k in dict.fromkeys(keys_of("prefetch", wanted, self.geometry.keys)) if k not in self.device]
         if self.rules.pool:  # advice gets no buffer that a demand would have to wait for
             keys = keys[: max(0, self.rules.pool - len(self.in_flight))]
         self._reading_ahead = True
@@ -47,7 +47,7 @@ class ReadAhead(Movement):
         """Load what the system wants staged, one expert after another, the loop waiting for each."""
         if self.hooks.stage is None or (wanted := self.hooks.stage(self.step, self.view)) is None:
             return
-        for key in np.asarray(wanted, np.int64).tolist():
+        for key in keys_of("stage", wanted, self.geometry.keys):
             if key not in self.device:
                 if not self._make_room(key // self.geometry.experts, 1, wait=True):
                     raise PluginError(f"stage wants expert {key}, and no slot may be reused for it; raise budget=")

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from moebench.engine.answers import keys_of, mask_of
 from moebench.engine.hooks import Hooks
 from moebench.engine.record import StepRecord
 from moebench.engine.view import View
+from moebench.errors import PluginError
 from moebench.geometry import Geometry
 from moebench.residency.places import Places
 from moebench.residency.tier import Tier
@@ -25,10 +27,6 @@ if TYPE_CHECKING:
     from moebench.engine.relayout import Relayout
 
 WINDOW_WEIGHT = 0.2
-
-
-class PluginError(ValueError):
-    """A plugin broke the contract of a hook."""
 
 
 @dataclass(frozen=True)
@@ -127,10 +125,11 @@ class Movement:
 
     def _evict(self, tier: Tier, layer: int, need: int, candidates: np.ndarray) -> int:
         """Free up to ``need`` slots and return how many: a system may hold back what it needs soon."""
-        if self.hooks.evict is None:
+        chosen = self.hooks.evict(tier.name, need, candidates, self.view) if self.hooks.evict is not None else None
+        if chosen is None:
             victims = candidates[:need].tolist()
         else:
-            victims = np.asarray(self.hooks.evict(tier.name, need, candidates, self.view), np.int64).tolist()
+            victims = keys_of("evict", chosen, self.geometry.keys)
             if len(set(victims)) < len(victims) or not tier.may_leave(victims, layer):
                 raise PluginError(f"evict returned {victims[:8]}; it may only return distinct ones of its candidates")
         self.record.evictions += len(victims)
@@ -145,6 +144,8 @@ class Movement:
         if not gone:
             return
         stay = self.hooks.demote(gone, self.view) if self.hooks.demote is not None else None
+        if stay is not None:
+            stay = mask_of("demote", stay, len(gone))
         for i, key in enumerate(gone):
             if (stay is None or stay[i]) and self._host_room(key, victims):
                 slot = self.host.take(key)

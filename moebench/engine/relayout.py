@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from moebench.engine.movement import PluginError
+from moebench.engine.answers import keys_of
+from moebench.errors import PluginError
 from moebench.hookspecs import hookimpl
 from moebench.step import PREFILL
 from moebench.timeline.base import Ticket
@@ -89,7 +90,10 @@ class Relayout:
         if self._moving is None and hook is not None and self.left_bytes >= self.swap_bytes:
             swap = hook(experts.step, experts.view)
             if swap is not None:
-                self._start(experts, *map(int, swap))
+                pair = keys_of("relayout", swap, experts.geometry.keys)
+                if len(pair) != 2:
+                    raise PluginError(f"relayout returned {len(pair)} experts; it may exchange two of one layer")
+                self._start(experts, *pair)
         written = self.mover.written_bytes
         experts.record.relocated_bytes, self._seen = written - self._seen, written
 

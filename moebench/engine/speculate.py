@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moebench.draft import NOTHING, Draft
-from moebench.engine.acquire import PluginError
-from moebench.errors import UsageError
+from moebench.errors import PluginError, UsageError
 from moebench.step import DECODE, VERIFY
 
 if TYPE_CHECKING:
@@ -26,13 +25,13 @@ def verified(draft: Draft, levels: int, prune: Callable | None, view: object) ->
     mask = draft.depth <= levels
     if prune is None or not mask.any():
         return mask
-    try:
-        within = draft.keep(mask)
-        if (kept := prune(within, view)) is not None:
+    within = draft.keep(mask)
+    if (kept := prune(within, view)) is not None:
+        try:
             within.keep(kept)  # refuses what is no tree
-            mask[mask] = kept
-    except ValueError as error:
-        raise PluginError(f"prune: {error}") from None
+        except ValueError as error:
+            raise PluginError(f"prune: {error}") from None
+        mask[mask] = kept
     return mask
 
 
@@ -118,6 +117,8 @@ class Rounds:
         draft = self.hooks.draft(sequence, np.array(text.ids, np.int64), self.view)
         if draft is None:
             return NOTHING
+        if not isinstance(draft, Draft):
+            raise PluginError(f"draft returned a {type(draft).__name__}: a moebench.draft.Draft, or None")
         draft = draft.keep(verified(draft, text.left - 1, self.hooks.prune, self.view))
         if not (draft.is_chain or self.loop.backend.trees):
             raise UsageError("this model has layers that carry state: it verifies chains, and a tree was drafted")

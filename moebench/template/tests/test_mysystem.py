@@ -21,7 +21,7 @@ def mib_per_token(**options):
 
 
 def test_it_passes_the_conformance_suite():
-    suite = [sys.executable, "-m", "pytest", "--pyargs", "moebench.testing", "--system=mysystem"]
+    suite = [sys.executable, "-m", "pytest", "-q", "--pyargs", "moebench.testing", "--system=mysystem"]
     assert subprocess.run(suite, check=False).returncode == 0
 
 
