@@ -20,7 +20,7 @@ from moebench.errors import UsageError
 
 FORMATS = ("text", "csv", "markdown")
 GAP = "  "
-FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a spreadsheet would compute
+FORMULA = ("=", "+", "-", "@")  # what a spreadsheet would compute
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,7 @@ def _markdown(text: str) -> str:
 
 
 def _safe(text: str) -> str:
+    text = " ".join(text.split())
     try:
         float(text)
     except ValueError:

@@ -162,10 +162,10 @@ def _column(label: str, row: Row, rows: Sequence[Row]) -> Column:
     elif any(of[name].mode == "ppl" for name in members):
         missing.append(f"no average of {suite} for {label}: it holds perplexities")
     elif len(members) > 1:
-        versions = "".join(of[name].version for name in members)
+        parts = repr([of[name].cells for name in members])
         modes = {of[name].mode for name in members}
         mode = modes.pop() if len(modes) == 1 else "mixed"
-        version = hashlib.sha256(versions.encode()).hexdigest()[:6]
+        version = hashlib.sha256(parts.encode()).hexdigest()[:6]
         key = Key(suite, len(order), f"{AVERAGE} of {suite}", version, "naive_average", mode)
         scores[key] = average([tasks[name] for name in members])
     return Column(label, row, scores, tuple(missing))
