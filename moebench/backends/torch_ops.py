@@ -28,7 +28,7 @@ class TorchOps(Ops):
     @torch.inference_mode()
     def numpy(self, tensor: torch.Tensor) -> np.ndarray:
         """A float32 copy of ``tensor``."""
-        return np.array(tensor.float())
+        return np.array(tensor.float().numpy())
 
     @torch.inference_mode()
     def rows(self, tensor: torch.Tensor, index: np.ndarray) -> torch.Tensor:

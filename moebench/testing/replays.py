@@ -1,0 +1,150 @@
+"""Traces for the suite, and replays of them: recorded with the system under test, made uniform, made to part at a token.
+
+A recorded trace holds what the system predicted or drafted, so that its replay makes up nothing. Knows no system.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from moebench.engine.loop import replay as walk
+from moebench.harness.cell import demands
+from moebench.harness.matrices import by_matrix
+from moebench.harness.plan import Cell, plan
+from moebench.harness.session import open_session
+from moebench.hookspecs import hookimpl
+from moebench.step import ABSENT, DECODE, PREFILL, Step
+from moebench.systemspec import Target
+from moebench.testing.audit import Audit
+from moebench.testing.lab import CHUNK, Arrangement, Lab, Run, deadline
+from moebench.testing.subject import HW, Subject
+from moebench.trace.format import Trace
+from moebench.trace.record import Recorder
+
+ANY_GEOMETRY = "qwen3.6-35b-a3b"  # plans a replay; the model's own geometry takes its place
+TAIL = 5  # decoded tokens from where two traces part
+COPIES = 8  # of the recorded requests, each with routing of its own
+RECORDING = Arrangement("recording", budget="1.0", batches=((0,), (1,)))
+
+
+class Tape:
+    """An observer that writes down the routing of a live run, with what the system said of it beforehand."""
+
+    def __init__(self, name: str, audit: Audit) -> None:
+        self.name, self.audit, self.recorder, self.request = name, audit, Recorder(), -1
+
+    @hookimpl
+    def begin_request(self) -> None:
+        """Requests are numbered in their order."""
+        self.request += 1
+
+    @hookimpl
+    def end_step(self, step: Step) -> None:
+        """A pass is over."""
+        numbered = replace(step, sequence=step.sequence + self.request)
+        self.recorder.add_step(numbered, self.audit.native, self._channels(step))
+
+    def _channels(self, step: Step) -> dict[str, np.ndarray]:
+        """What was predicted, by channel, int16 [N, L, k]: by the system's own word, else what it routed ahead."""
+        hooks, executed = self.audit.session.hooks, self.audit.executed
+        said = hooks.predicted(step) if hooks.predicted is not None else None
+        if said is not None:
+            return {f"predicted.{name}": np.asarray(ids, np.int16) for name, ids in said.items()}
+        k = self.audit.experts.geometry.top_k
+        ahead = np.full((step.rows, len(executed), k), ABSENT, np.int16)
+        for layer, routing in enumerate(executed):
+            if routing.ahead:
+                ahead[:, layer] = routing.experts
+        return {f"predicted.{self.name}": ahead}
+
+
+def record(lab: Lab, subject: Subject) -> Trace:
+    """Two requests of the live model under the system: its channels, where it has any, and its drafts."""
+    audit = Audit(lab.truth)
+    tape = Tape(subject.name, audit)
+    lab.fresh(subject, RECORDING, audit, tape)
+    trace = tape.recorder.trace({"model": "tinymoe", "experts": lab.geometry.experts, "source": "conformance suite"})
+    kept = {n: array for n, array in trace.channels.items() if n.startswith("drafts.") or (array != ABSENT).any()}
+    return replace(trace, channels=kept)
+
+
+def uniform(trace: Trace, seed: int = 0) -> Trace:
+    """The trace several times over, every routing and every prediction drawn uniformly and independently."""
+    rng, rows = np.random.default_rng(seed), np.tile(np.arange(trace.tokens), COPIES)
+    copy = np.repeat(np.arange(COPIES, dtype=np.int32), trace.tokens)
+    sequence = trace.sequence[rows] + copy * (trace.sequence.max() + 1)
+
+    def drawn(ids: np.ndarray) -> np.ndarray:
+        flat = rng.random((ids[..., 0].size, trace.expert_count)).argsort(axis=1)[:, : ids.shape[-1]]
+        return np.where(ids == ABSENT, ABSENT, flat.reshape(ids.shape)).astype(np.int16)
+
+    channels = {name: array[rows] for name, array in trace.channels.items()}
+    for name, array in channels.items():
+        if array.dtype == np.int16 and array.ndim > 2:  # predictions, and what drafts route to
+            channels[name] = drawn(array)
+    return Trace(
+        drawn(trace.experts[rows]), trace.phase[rows], sequence, trace.position[rows],
+        None if trace.weights is None else trace.weights[rows], channels, trace.metadata,
+    )  # fmt: skip
+
+
+def parted(trace: Trace, at: int) -> Trace:
+    """Another trace that is the same up to row ``at``, and from there on routes to the experts beside; predictions for
+    that row, made before it, are the same.
+    """
+
+    def beside(ids: np.ndarray, first: int) -> np.ndarray:
+        later = np.arange(len(ids)).reshape(-1, *[1] * (ids.ndim - 1)) >= first
+        return np.where(later & (ids != ABSENT), (ids + 1) % trace.expert_count, ids).astype(np.int16)
+
+    channels = dict(trace.channels)
+    for name, array in channels.items():
+        if array.dtype == np.int16 and array.ndim > 2:
+            channels[name] = beside(array, at + name.startswith("predicted."))
+    return replace(trace, experts=beside(trace.experts, at), channels=channels)
+
+
+def middle(trace: Trace) -> tuple[int, Callable[[Step], bool]]:
+    """A row in the middle of the last request's decoding, and whether a pass goes through it or beyond."""
+    row = int(np.flatnonzero(trace.phase == DECODE)[-TAIL])
+    sequence, position = int(trace.sequence[row]), int(trace.position[row])
+
+    def reached(step: Step) -> bool:
+        later = (step.sequence > sequence) | ((step.sequence == sequence) & (step.position >= position))
+        return bool(later.any())
+
+    return row, reached
+
+
+def replay_cell(lab: Lab, subject: Subject, hw: str = HW, **options: Any) -> Cell:
+    """A replay on a modeled machine, refused as ``moebench run`` would refuse it."""
+    config = subject.config(hw=hw, chunk=CHUNK, **{"budget": "0.35", **options})
+    planned = plan(replace(config, model=ANY_GEOMETRY), lab.registry)[0]
+    return replace(planned, config=replace(planned.config, model="tinymoe"), geometry=lab.geometry)
+
+
+def replay(lab: Lab, subject: Subject, trace: Trace, audit: Audit, **options: Any) -> Run:
+    """Walk a trace through the loop on a modeled clock."""
+    with deadline(lab.seconds, f"{subject.name}, replay"):
+        cell = replay_cell(lab, subject, **options)
+        config, geometry = cell.config, lab.geometry
+        if subject.spec.handling(subject.knobs).matrices:
+            geometry, trace = by_matrix(geometry, trace, config.layout, config.codec)
+        equipment = subject.spec.equip(subject.knobs, Target(geometry.name, geometry, trace=trace))
+        prompts = np.unique(trace.sequence[trace.phase == PREFILL], return_counts=True)[1]
+        session = open_session(
+            cell, geometry, lab.registry, dense_bytes=geometry.dense_bytes, observers=[audit],
+            future=demands(trace, config) if subject.foresees else None, batch=config.workload.batch,
+            context=int(trace.position.max()) + 1, longest_prompt=int(prompts.max()), equipment=equipment,
+        )  # fmt: skip
+        try:
+            audit.attach(session)
+            walk(trace, session.experts, config.workload.batch, config.chunk, equipment.acceptance, config.seed)
+            audit.finish()
+            return Run({}, audit, session, session.hooks.report())
+        finally:
+            session.close()
