@@ -32,7 +32,7 @@ class Metrics:
         self.requests = self.hits = self.late = self.demand_reads = self.prefetch_reads = self.evictions = 0
         self.bytes = self.read_bytes = self.storage_requests = 0
         self.from_host, self.two_tiers = 0, False
-        self.stall_s = self.harness_s = 0.0
+        self.stall_s = 0.0
         self._request_s = 0.0
         self._before = (0, 0)
 
@@ -80,7 +80,6 @@ class Metrics:
         self.bytes += nbytes - self._before[0]
         self.storage_requests += requests - self._before[1]
         self.stall_s += record.stall_s
-        self.harness_s += record.harness_s
 
     def numbers(self) -> dict[str, tuple[float | None, str, int]]:
         """Metric name to (value, reason why it is missing, sample count)."""

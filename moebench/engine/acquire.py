@@ -20,7 +20,7 @@ from moebench.engine.movement import WINDOW_WEIGHT
 from moebench.engine.record import StepRecord
 from moebench.errors import PluginError
 from moebench.step import Routing, Step
-from moebench.timeline.base import DEMAND, Ticket
+from moebench.timeline.base import COMPUTE, DEMAND, UNIT, Ticket
 
 
 class Experts(ReadAhead):
@@ -41,6 +41,7 @@ class Experts(ReadAhead):
         self._settle()
         self.hooks.begin_step(step, self.view)
         self._prefetch("begin")
+        self._leave()
 
     def begin_request(self, sequences: np.ndarray) -> None:
         """A batch of new requests starts: its clock begins here."""
@@ -60,6 +61,7 @@ class Experts(ReadAhead):
     def end(self) -> StepRecord:
         """Finish the pass: the model's head, prefetch point "end", staging, observers."""
         step, record = self.step, self.record
+        self._enter("head")
         self.timeline.compute_dense(0, step.rows, self._state_bytes, final=True)
         self._prefetch("end")
         self._stage()
@@ -74,8 +76,8 @@ class Experts(ReadAhead):
     ) -> tuple[Routing, Iterator[tuple[int, np.ndarray | None]]]:
         """Decide the routing of one MoE layer and yield its experts as (id, bytes), each once, in any order."""
         hooks, step = self.hooks, self.step
+        self._enter("dense")
         self.timeline.compute_dense(1, step.rows, self._state_bytes, final=False)
-        started = time.perf_counter() if self._timed else 0.0
         routing = native
         if hooks.route is not None:
             said = hooks.route(step, layer, hidden, native, self.view)
@@ -88,12 +90,35 @@ class Experts(ReadAhead):
         base = layer * self.geometry.experts
         keys = [base + e for e in demand]
         pairs = len(demand) if step.rows == 1 else int((routing.experts[step.valid] >= 0).sum())
+        experts = self._acquire(layer, base, keys, pairs)
         if self._timed:
-            self.record.harness_s += time.perf_counter() - started
-        return routing, self._acquire(layer, base, keys, pairs)
+            experts = self._watched(base, experts)
+            self._leave()
+        return routing, experts
+
+    def _leave(self) -> None:
+        """Whoever computes goes on."""
+        if self._timed:
+            self._left_s = self.timeline.now()
+
+    def _enter(self, what: str, of: int = 0) -> None:
+        """Whoever computes has come back: on a measured clock that was compute."""
+        if self._timed:
+            timeline, now = self.timeline, self.timeline.now()
+            timeline.spent[COMPUTE] += now - self._left_s
+            if timeline.log is not None:
+                timeline.log.append((UNIT, what, of, self._left_s, now))
+
+    def _watched(self, base: int, experts: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+        """The same experts; what is done between them is compute."""
+        self._enter("experts")
+        for expert, data in experts:
+            self._leave()
+            yield expert, data
+            self._enter("expert", base + expert)
+        self._leave()
 
     def _acquire(self, layer: int, base: int, keys: list[int], pairs: int) -> Iterator[tuple[int, np.ndarray | None]]:
-        started = time.perf_counter() if self._timed else 0.0
         record, device = self.record, self.device
         self._settle()
         slots, states = device._slot_of, device._state
@@ -105,20 +130,15 @@ class Experts(ReadAhead):
             stale = self.hooks.cancel(self.step, layer, self.view)
             if stale is not None:
                 self._cancel([k for k in keys_of("cancel", stale, self.geometry.keys) if k not in keys])
-        if self._timed:
-            record.harness_s += time.perf_counter() - started
         rows_each = pairs / max(1, len(keys))
         for index, wave in enumerate(self._waves(layer, keys, ready)):
             record.waves += 1
-            started = time.perf_counter() if self._timed else 0.0
             order = self._start(layer, wave)
             placed = self._place(layer, wave, rows_each) if self.scratch is not None else {}
             pending = [k for k in order if k in self.in_flight and k not in placed]
             now = [k for k in wave if k not in self.in_flight and k not in placed] if pending or placed else wave
             if index == 0:  # after the layer's own reads are under way, before its compute
                 self._prefetch(layer)
-            if self._timed:
-                record.harness_s += time.perf_counter() - started
             try:
                 yield from self._compute(base, now, pending, rows_each)
                 if placed:

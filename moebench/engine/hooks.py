@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from numbers import Real
+from operator import itemgetter
+from time import perf_counter
 from typing import Any
 
 from moebench.errors import PluginError
@@ -21,7 +23,8 @@ COUNTED = ("report",)  # broadcast too; each answer counts
 class Hooks:
     """Callables of one run, positional in the order of their specification; None where nobody implements a decision.
 
-    Each run has its own plugin manager with the chosen system and the observers, so two systems never compete.
+    Each run has its own plugin manager with the chosen system and the observers, so two systems never compete. What
+    the hooks of the ``measured`` plugin take is counted.
     """
 
     route: Callable[..., Any] | None
@@ -39,7 +42,8 @@ class Hooks:
     relayout: Callable[..., Any] | None
     order_compute: Callable[..., Any] | None
 
-    def __init__(self, plugins: list[object]) -> None:
+    def __init__(self, plugins: list[object], measured: object = None) -> None:
+        self._measured, self._watch = measured, Stopwatch()
         self.manager = new_manager()
         for plugin in plugins:
             register(self.manager, plugin)
@@ -47,6 +51,11 @@ class Hooks:
             setattr(self, name, self._decision(name))
         for name in BROADCAST:
             setattr(self, name, self._broadcast(name))
+
+    @property
+    def spent(self) -> tuple[float, int]:
+        """Real seconds in the measured plugin's hooks so far, and calls of them."""
+        return self._watch.seconds, self._watch.calls
 
     def report(self) -> dict[str, float]:
         """What the plugins counted, joined; anything but finite numbers by name is an error."""
@@ -64,12 +73,18 @@ class Hooks:
         impls = caller.get_hookimpls()
         if any(i.wrapper or i.hookwrapper for i in impls):
             return None
-        return [_adapt(i.function, i.argnames, arguments) for i in reversed(impls)]
+        bound = [(impl, _adapt(impl.function, impl.argnames, arguments)) for impl in reversed(impls)]
+        return [self._watch.over(call) if impl.plugin is self._measured else call for impl, call in bound]
 
     def _through_pluggy(self, name: str) -> Callable[..., Any]:
         caller = getattr(self.manager.hook, name)
         arguments = caller.spec.argnames
-        return lambda *args: caller(**dict(zip(arguments, args, strict=True)))
+
+        def call(*args):
+            return caller(**dict(zip(arguments, args, strict=True)))
+
+        ours = any(impl.plugin is self._measured for impl in caller.get_hookimpls())
+        return self._watch.over(call) if ours else call
 
     def _decision(self, name: str) -> Callable[..., Any] | None:
         bound = self._bound(name)
@@ -111,4 +126,28 @@ def _adapt(function: Callable[..., Any], wanted: tuple[str, ...], given: tuple[s
     if tuple(wanted) == tuple(given):
         return function
     indices = [given.index(w) for w in wanted]
-    return lambda *args: function(*[args[i] for i in indices])
+    if len(indices) < 2:
+        return lambda *args: function(*[args[i] for i in indices])
+    pick = itemgetter(*indices)
+    return lambda *args: function(*pick(args))
+
+
+class Stopwatch:
+    """Seconds in callables, and how often they were called."""
+
+    __slots__ = ("calls", "seconds")
+
+    def __init__(self) -> None:
+        self.seconds, self.calls = 0.0, 0
+
+    def over(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """``call`` with its time counted."""
+
+        def counted(*args):
+            started = perf_counter()
+            result = call(*args)
+            self.seconds += perf_counter() - started
+            self.calls += 1
+            return result
+
+        return counted

@@ -83,6 +83,7 @@ class Movement:
         self._last: tuple[int, float] | None = None
         self._since: float | None = None
         self._timed = timeline.clock == "wall"
+        self._left_s = 0.0  # when whoever computes went on, on a measured clock
 
     def tier(self, name: str | None) -> Tier:
         """A tier by name; the fastest for None. Raises ``KeyError`` with the names."""

@@ -20,7 +20,6 @@ class StepRecord:
     started_s: float
     ended_s: float = 0.0
     stall_s: float = 0.0
-    harness_s: float = 0.0  # host time spent deciding, measured clocks only
     demand_reads: int = 0
     prefetch_reads: int = 0
     cancelled: int = 0  # of the prefetches, those taken back before they began

@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moebench import machine
-from moebench.errors import MoebenchError
 from moebench.harness import environment, figures
+from moebench.harness.blame import reason
 from moebench.harness.plan import Cell
 from moebench.harness.session import Session
 from moebench.result import Metric, Row, metric
-from moebench.store.engines import StoreError
 from moebench.systemspec import Equipment, Published
 
 NAMELESS = ("trace", "synthetic")
@@ -53,6 +52,8 @@ def run_row(
         },
         metrics=metrics,
         assumptions=(*assumptions, *environment.transferred(cell)),
+        details=runs[0].anatomy.details(runs[0].experts.geometry, cell.live),
+        volatile=runs[0].anatomy.hook_cost(),
     )
 
 
@@ -88,9 +89,6 @@ def failed_row(cell: Cell, error: Exception) -> Row:
     """A row for a cell that could not run: the error takes the place of the numbers, so that it never just drops
     out.
     """
-    reason = " ".join(str(error).split())
-    if not isinstance(error, MoebenchError | StoreError | OSError):  # its text alone may say nothing
-        reason = f"{type(error).__name__}: {reason}"
     missing = {name: metric(name, None, None, 0, "the run failed") for name in figures.TABLE}
     return Row(
         system=cell.spec.id,
@@ -104,5 +102,5 @@ def failed_row(cell: Cell, error: Exception) -> Row:
         protocol={"clock": cell.clock, "why": cell.why},
         metrics=missing,
         status="failed",
-        error=reason,
+        error=reason(error),
     )

@@ -15,6 +15,7 @@ from moebench.engine.movement import Rules
 from moebench.geometry import Geometry
 from moebench.harness import costs as cost_model
 from moebench.harness.clocks import open_clock
+from moebench.harness.details import Anatomy
 from moebench.harness.frame import Frame
 from moebench.harness.memory import Sizes, StateWatch, make_tiers, size, staging_slots
 from moebench.harness.plan import Cell
@@ -37,6 +38,7 @@ class Session:
     metrics: Metrics
     ledger: Ledger
     hooks: Hooks
+    anatomy: Anatomy
 
     def close(self) -> None:
         """Stop the timeline and its engine."""
@@ -101,16 +103,17 @@ def open_session(
         future if cell.spec.foresees(cell.config.knobs) else None, batch, ops, equipment, drafter, _request_s(frame),
     )  # fmt: skip
     metrics = Metrics(warmup_tokens, lambda: (timeline.storage_bytes, timeline.storage_requests))
-    watch = StateWatch(memory.ledger, geometry, kv_bytes)
+    anatomy, watch = Anatomy(metrics, timeline), StateWatch(memory.ledger, geometry, kv_bytes)
     try:
-        plugins = [cell.spec.make(cell.config.knobs, run), metrics, watch, *observers]
+        plugins = [cell.spec.make(cell.config.knobs, run), anatomy, metrics, watch, *observers]  # last is called first
         experts = _loop(frame, memory, timeline, engine, places, plugins, warmup_tokens)
+        anatomy.hooks = experts.hooks
         if cell.spec.sizing == "full":
             experts.preload()
     except BaseException:
         timeline.close()
         raise
-    return Session(experts, timeline, metrics, memory.ledger, experts.hooks)
+    return Session(experts, timeline, metrics, memory.ledger, experts.hooks, anatomy)
 
 
 def _engine(frame: Frame, registry: Any) -> Any:
@@ -166,8 +169,8 @@ def _request_s(frame: Frame) -> Any:
 def _loop(
     frame: Frame, memory: Memory, timeline: Any, engine: Any, places: Places, plugins: list[object], warmup: int
 ) -> Experts:
-    """Hooks bound and joined with tiers and timeline to what serves experts."""
-    geometry, handling, relayout = frame.geometry, frame.handling, None
+    """Hooks bound and joined with tiers and timeline to what serves experts; the first plugin is the system."""
+    geometry, handling, relayout, system = frame.geometry, frame.handling, None, plugins[0]
     if handling.relocation_bytes:
         relayout = make_relayout(timeline, engine, geometry.expert_bytes, handling.relocation_bytes, warmup)
         plugins = [*plugins, relayout]
@@ -178,7 +181,7 @@ def _loop(
         pool=handling.pool,
         wave=handling.wave,
     )
-    experts = Experts(geometry, memory.tiers, timeline, Hooks(plugins), rules, places, memory.scratch)
+    experts = Experts(geometry, memory.tiers, timeline, Hooks(plugins, system), rules, places, memory.scratch)
     experts.relayout = relayout
     if isinstance(timeline, VirtualTimeline):
         experts.read_estimate_s, experts.copy_estimate_s = timeline.costs.read_s[1], timeline.costs.copy_s

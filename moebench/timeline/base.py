@@ -11,18 +11,36 @@ from collections.abc import Sequence
 from typing import Any
 
 DEMAND, PREFETCH = 0, 1
+PARTS = ("compute", "stall", "copy", "decode", "overhead")  # what the loop's time goes to
+COMPUTE, STALL, COPY, DECODE, OVERHEAD = range(len(PARTS))
+LANES = ("compute", "storage", "link", "decoder", "host", "wait")  # where a log puts what happens
+UNIT, STORAGE, LINK, DECODER, HOST, WAIT = range(len(LANES))
+WAITS = {STALL: "storage", COPY: "link", DECODE: "decoder"}  # what the loop waits for
+LANE_OF = (UNIT, WAIT, WAIT, WAIT, HOST)  # of each part, where the loop spends it
 
 
 class Ticket:
-    """One transfer under way. ``key`` is the expert; the timeline that issued it knows when it is complete."""
+    """One transfer under way. ``key`` is the expert; the timeline that issued it knows when it is complete.
 
-    __slots__ = ("done_s", "error", "handle", "issued_s", "key", "nbytes", "priority", "slot")
+    On its way its bytes are off storage at ``landed_s``, across the link at ``linked_s`` and decoded at ``decoded_s``,
+    as far as the timeline knows; on a measured clock what comes after ``landed_s`` is ``way``'s part.
+    """
+
+    __slots__ = (
+        "decoded_s", "done_s", "error", "handle", "issued_s", "key", "landed_s", "linked_s", "nbytes", "priority",
+        "slot", "way",
+    )  # fmt: skip
 
     def __init__(self, key: int, nbytes: int, slot: int, priority: int, issued_s: float) -> None:
         self.key, self.nbytes, self.slot, self.priority, self.issued_s = key, nbytes, slot, priority, issued_s
         self.done_s: float | None = None  # completion time in seconds, once known
+        self.landed_s = self.linked_s = self.decoded_s = 0.0
+        self.way = STALL
         self.handle: Any = None  # private to the timeline
         self.error: BaseException | None = None
+
+
+Event = tuple[int, str, int, float, float]
 
 
 class Timeline(ABC):
@@ -31,9 +49,14 @@ class Timeline(ABC):
     Contract: ``now`` never goes back. A ticket is complete exactly when ``is_ready`` says so or ``wait`` has returned;
     its bytes may be read only then. A demand read is served before prefetch reads that were issued earlier. ``wait``
     raises what went wrong with the transfer, and then the slot holds nothing usable.
+
+    ``spent`` are the seconds so far by PARTS; a measured clock leaves overhead to whoever knows the whole. While
+    ``log`` is a list, what happens is appended to it: (lane, what, key or count, begin, end), in seconds.
     """
 
     clock: str  # "wall" or "virtual"
+    spent: list[float]
+    log: list[Event] | None = None
 
     @abstractmethod
     def now(self) -> float:

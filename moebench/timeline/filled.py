@@ -38,7 +38,7 @@ class FilledTimeline(VirtualTimeline):
 
     def copy(self, key: int, source: tuple[str, int], target: tuple[str, int], after: Ticket | None) -> Ticket:
         """Queue a modeled copy; the bytes move when it is waited for."""
-        ticket, move = super().copy(key, source, target, after), self._moves.move(key, source, target)
+        ticket, move = super().copy(key, source, target, after), self._moves.move(key, source, target)[0]
 
         def copied() -> None:
             if after is not None:

@@ -11,7 +11,18 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 from moebench.residency.places import Places
-from moebench.timeline.base import DEMAND, PREFETCH, Ticket, Timeline
+from moebench.timeline.base import (
+    DECODER,
+    DEMAND,
+    HOST,
+    LANE_OF,
+    OVERHEAD,
+    PARTS,
+    PREFETCH,
+    STORAGE,
+    Ticket,
+    Timeline,
+)  # fmt: skip
 from moebench.timeline.costs import Costs
 from moebench.timeline.writes import Writes
 
@@ -24,6 +35,7 @@ class ModeledStorage(Timeline):
     def __init__(self, costs: Costs, places: Places | None = None) -> None:
         self.costs, self.places = costs, places
         self.storage_bytes = self.storage_requests = 0
+        self.spent = [0.0] * len(PARTS)
         self._now = 0.0
         self._demand_free = 0.0  # when storage has served all demand reads issued so far
         self._swept = 0.0  # prefetch service is simulated up to here
@@ -39,13 +51,20 @@ class ModeledStorage(Timeline):
         self._pages: OrderedDict[int, None] = OrderedDict()
         self._page_slots = costs.page_cache_bytes // max(1, costs.read_bytes)  # it holds what is stored
 
+    def _spend(self, part: int, until: float, what: str = "", of: int = 0) -> None:
+        """The clock advances to ``until``; ``what`` goes to the log."""
+        if self.log is not None and what:
+            self.log.append((LANE_OF[part], what, of, self._now, until))
+        self.spent[part] += until - self._now
+        self._now = until
+
     def read(
         self, keys: Sequence[int], slots: Sequence[int], tier: str, priority: int, together: Sequence[int] = ()
     ) -> list[Ticket]:
         """Start reads; completion times of demand reads are known at once, those of prefetches as time passes."""
         costs = self.costs
         if tier == "device":  # by way of a host slot it is the copy up that the host thread issues
-            self._now += costs.load_host_s * len(keys)
+            self._spend(OVERHEAD, self._now + costs.load_host_s * len(keys), "issue", len(keys))
         now, tickets, cold = self._now, [], []
         for key, slot in zip(keys, slots, strict=True):
             ticket = Ticket(key, costs.read_bytes, slot, priority, now)
@@ -59,6 +78,8 @@ class ModeledStorage(Timeline):
                     self._decoded_below.discard(key)
             if self._page_slots and self._from_page_cache(key):
                 self._memory_free = max(now, self._memory_free) + costs.cached_s
+                if self.log is not None:
+                    self.log.append((STORAGE, "page cache", key, self._memory_free - costs.cached_s, self._memory_free))
                 self._arrive(ticket, self._memory_free)
             else:
                 cold.append(ticket)
@@ -98,6 +119,8 @@ class ModeledStorage(Timeline):
             each = [costs.request_s(nbytes, len(requests) + waiting) for _, nbytes in requests]
             ends = self._spread(start, each, costs.request_s(requests[0][1], 1), waiting)
             for (run, _), end in zip(requests, ends, strict=True):
+                self._log_read(run, start, end)
+                start = end
                 for ticket in run:
                     self._arrive(ticket, end)
         else:
@@ -109,14 +132,29 @@ class ModeledStorage(Timeline):
                     self._queue.append(ticket)
                     self._left[ticket] = service / len(run)
 
-    def _arrive(self, ticket: Ticket, at: float) -> None:
-        """The last byte of a read comes in at ``at``; a compressed expert is complete when it is decoded."""
+    def _log_read(self, tickets: Sequence[Ticket], begin: float, end: float) -> None:
+        """Storage served one request from ``begin`` to ``end``: of what overlaps, the time it adds."""
+        if self.log is not None:
+            what = "read" if len(tickets) == 1 else f"run of {len(tickets)} from"
+            self.log.append((STORAGE, what, tickets[0].key, begin, end))
+
+    def _arrive(self, ticket: Ticket, at: float, landed: float | None = None) -> None:
+        """The last byte comes in at ``at``, from storage where it had not ``landed`` before; a compressed expert is
+        complete when it is decoded.
+        """
+        costs = self.costs
+        ticket.landed_s, ticket.linked_s = at if landed is None else landed, at
         if ticket in self._coded:
             self._coded.discard(ticket)
-            at = self._decoder_free = max(at, self._decoder_free) + self.costs.decode_s
+            at = self._decoder_free = max(at, self._decoder_free) + costs.decode_s
+            if self.log is not None:
+                self.log.append((DECODER, "decode", ticket.key, at - costs.decode_s, at))
+        ticket.decoded_s = at
         if ticket in self._unmapped:
             self._unmapped.discard(ticket)
-            at = self._map_free = max(at, self._map_free) + self.costs.map_s
+            at = self._map_free = max(at, self._map_free) + costs.map_s
+            if self.log is not None:
+                self.log.append((HOST, "map", ticket.key, at - costs.map_s, at))
         ticket.done_s = at
 
     def _serve(self, tickets: list[Ticket]) -> None:
@@ -127,6 +165,8 @@ class ModeledStorage(Timeline):
         each = costs.read_s[min(len(costs.read_s) - 1, count + waiting)]
         ends = self._spread(start, [each] * count, costs.read_s[1], waiting)
         for ticket, end in zip(tickets, ends, strict=True):
+            self._log_read((ticket,), start, end)
+            start = end
             self._arrive(ticket, end)
 
     def _begin_service(self) -> tuple[float, int]:
@@ -174,6 +214,7 @@ class ModeledStorage(Timeline):
             used = min(need, until - start)
             if used <= 0:
                 break
+            self._log_read((ticket,), start, start + used)
             start += used
             if used == need:
                 self._queue.popleft()
@@ -193,6 +234,7 @@ class ModeledStorage(Timeline):
             self._queue.remove(source)
             begin = self.writes.end_unit(self._now) if self.writes.begun else max(self._now, self._demand_free)
             self._demand_free = begin + left
+            self._log_read((source,), begin, self._demand_free)
             self._arrive(source, self._demand_free)
 
     def cancel(self, read: Ticket, copy: Ticket | None) -> bool:

@@ -6,7 +6,7 @@ Deterministic, and byte-identical everywhere.
 from __future__ import annotations
 
 from moebench.residency.places import Places
-from moebench.timeline.base import DEMAND, Ticket
+from moebench.timeline.base import COMPUTE, COPY, DECODE, DEMAND, HOST, LINK, OVERHEAD, STALL, UNIT, Ticket
 from moebench.timeline.costs import Costs
 from moebench.timeline.storage import ModeledStorage
 
@@ -31,7 +31,7 @@ class VirtualTimeline(ModeledStorage):
     def copy(self, key: int, source: tuple[str, int], target: tuple[str, int], after: Ticket | None) -> Ticket:
         """Queue one copy on the link, after the read it depends on."""
         if target[0] == "device":
-            self._now += self.costs.load_host_s
+            self._spend(OVERHEAD, self._now + self.costs.load_host_s, "issue", 1)
         ticket = Ticket(key, self.costs.expert_bytes, target[1], DEMAND, self._now)
         ticket.handle = after
         self._towards[ticket] = target[0]
@@ -54,7 +54,9 @@ class VirtualTimeline(ModeledStorage):
             took = costs.copy_coded_s
         start = max(earliest, self._link_free[way])
         self._link_free[way] = start + took
-        self._arrive(ticket, start + costs.copy_latency_s + took)
+        if self.log is not None:
+            self.log.append((LINK, "up" if up else "down", ticket.key, start, start + took))
+        self._arrive(ticket, start + costs.copy_latency_s + took, earliest)
 
     # --- waiting ---------------------------------------------------------------------------------------------------
 
@@ -80,7 +82,15 @@ class VirtualTimeline(ModeledStorage):
         if done is None:
             raise AssertionError(f"transfer of key {ticket.key} was lost")
         stall = max(0.0, done - max(self._now, self._unit_free))  # while experts compute, nothing stands still
-        self._now = max(self._now, done)  # not += stall: rounding could leave the clock short of it
+        if done > self._now:
+            if self._unit_free > self._now:
+                self._spend(COMPUTE, min(done, self._unit_free))
+            landed, linked, decoded = ticket.landed_s, ticket.linked_s, ticket.decoded_s
+            for part, what, until in (
+                (STALL, "storage", landed), (COPY, "link", linked), (DECODE, "decoder", decoded), (STALL, "map", done)
+            ):  # fmt: skip
+                if until > self._now:
+                    self._spend(part, until, what, ticket.key)
         return stall
 
     # --- compute ---------------------------------------------------------------------------------------------------
@@ -94,15 +104,18 @@ class VirtualTimeline(ModeledStorage):
         """
         costs = self.costs
         if not costs.on_chip_s:
-            self._now += max(count * costs.expert_s, rows * costs.expert_row_s)
+            took = max(count * costs.expert_s, rows * costs.expert_row_s)
+            self._spend(COMPUTE, self._now + took, "experts", count)
             return
         if not count:
             return
         parts = count * costs.chip_parts
         copy, compute = (seconds / parts for seconds in self.stage_s(count, rows))
         last = max(self._now + copy, self._unit_free) + (parts - 1) * max(copy, compute)  # begins to compute
+        if self.log is not None:
+            self.log.append((UNIT, "experts", count, max(self._now, self._unit_free), last + compute))
         self._unit_free = last + compute
-        self._now = last if overlap else self._unit_free
+        self._spend(COMPUTE, last if overlap else self._unit_free)
 
     def stage_s(self, count: int, rows: int) -> tuple[float, float]:
         """Copies into the chip at its own rate; arithmetic in whole tiles of rows, equally many for each expert."""
@@ -130,12 +143,15 @@ class VirtualTimeline(ModeledStorage):
             begin = max(begin, self._resolve(source) or 0.0)
         took = max(count * costs.host_expert_s, rows * costs.host_row_s)
         self._host_free, self._host_busy = max(begin, self._host_free) + took, True
+        if self.log is not None:
+            self.log.append((HOST, "experts", count, self._host_free - took, self._host_free))
 
     def join(self) -> None:
         """The layer's sum needs the device's part and the host's, after its trip there and back."""
-        self._now = max(self._now, self._unit_free)
+        self._spend(COMPUTE, max(self._now, self._unit_free))
         if self._host_busy:
-            self._now, self._host_busy = max(self._now, self._host_free + self.costs.host_trip_s), False
+            self._spend(COMPUTE, max(self._now, self._host_free + self.costs.host_trip_s))
+            self._host_busy = False
 
     def compute_dense(self, layers: int, rows: int, state_bytes: int, final: bool) -> None:
         """Dense weights stream once per pass; many rows are bound by arithmetic; a layer never beats the stack's
@@ -144,14 +160,18 @@ class VirtualTimeline(ModeledStorage):
         costs = self.costs
         if layers:
             busy = max(costs.dense_layer_s, rows * costs.dense_row_s) + state_bytes * costs.state_byte_s
-            self._now += layers * max(busy, costs.layer_floor_s)
+            end = self._now + layers * max(busy, costs.layer_floor_s)
+            self._spend(COMPUTE, min(end, self._now + layers * busy), "dense", layers)
+            if end > self._now:
+                self._spend(OVERHEAD, end, "floor", layers)
         if final:
-            self._now += costs.head_s
+            self._spend(COMPUTE, self._now + costs.head_s, "head")
 
     def host_sync(self) -> None:
         """Reading a routing decision back costs the stack's synchronisation time."""
-        self._now += self.costs.host_sync_s
+        self._spend(OVERHEAD, self._now + self.costs.host_sync_s, "sync")
 
     def system_work(self, nbytes: int, syncs: int) -> None:
         """Bytes stream from the fastest memory; each result that is waited for costs a synchronisation."""
-        self._now += nbytes * self.costs.byte_s + syncs * self.costs.host_sync_s
+        took = nbytes * self.costs.byte_s + syncs * self.costs.host_sync_s
+        self._spend(OVERHEAD, self._now + took, "system")

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from moebench.store.engines import ReadEngine
-from moebench.timeline.base import DEMAND, Ticket, Timeline
+from moebench.timeline.base import COPY, DECODE, DEMAND, LINK, PARTS, STALL, STORAGE, WAIT, WAITS, Ticket, Timeline
 
 COPIERS = 2  # threads that copy between slots, and decode on the way
 
@@ -48,8 +48,8 @@ class Moves:
         if self._engine.coded:
             self._stored.update(keys)
 
-    def move(self, key: int, source: tuple[str, int], target: tuple[str, int]) -> Callable[[], None]:
-        """What moves one expert; called when its bytes are there."""
+    def move(self, key: int, source: tuple[str, int], target: tuple[str, int]) -> tuple[Callable[[], None], bool]:
+        """What moves one expert, called when its bytes are there, and whether it decodes it."""
         up = target[0] == "device"
         coded = up and key in self._stored
         if not up:
@@ -61,7 +61,7 @@ class Moves:
             else:
                 np.copyto(self._buffer(*target), self._buffer(*source))
 
-        return moved
+        return moved, coded
 
 
 class WallTimeline(Timeline):
@@ -72,6 +72,7 @@ class WallTimeline(Timeline):
     def __init__(self, engine: ReadEngine, buffer: Callable[[str, int], np.ndarray]) -> None:
         self.engine, self.buffer, self._moves = engine, buffer, Moves(engine, buffer)
         self._origin = time.perf_counter()
+        self.spent = [0.0] * len(PARTS)
         self._copier: ThreadPoolExecutor | None = None
 
     @property
@@ -103,7 +104,15 @@ class WallTimeline(Timeline):
             at += count
         for ticket, future in zip(tickets, submit(self.engine, self.buffer, tickets, tier, together), strict=True):
             ticket.handle = future
+            if self.log is not None:
+                self._log_end(ticket, STORAGE, "read")
         return tickets
+
+    def _log_end(self, ticket: Ticket, lane: int, what: str) -> None:
+        """Log a transfer when it ends, from a thread of its own."""
+        log = self.log
+        assert log is not None
+        ticket.handle.add_done_callback(lambda _: log.append((lane, what, ticket.key, ticket.issued_s, self.now())))
 
     def copy(self, key: int, source: tuple[str, int], target: tuple[str, int], after: Ticket | None) -> Ticket:
         """Copy the expert's bytes in a copy thread as soon as ``after`` has landed, whatever else is under way."""
@@ -111,7 +120,10 @@ class WallTimeline(Timeline):
         ticket = Ticket(key, self.engine.pack.expert_bytes, target[1], DEMAND, self.now())
         done: Future[None] = Future()
         ticket.handle = done
-        move = self._moves.move(key, source, target)
+        if self.log is not None:
+            self._log_end(ticket, LINK, "up" if target[0] == "device" else "down")
+        move, decodes = self._moves.move(key, source, target)
+        ticket.way = DECODE if decodes else COPY
 
         def copied() -> None:
             try:
@@ -122,6 +134,7 @@ class WallTimeline(Timeline):
                 done.set_result(None)
 
         def landed(read: Future) -> None:
+            ticket.landed_s = self.now()
             if (error := read.exception()) is not None:
                 done.set_exception(error)
             else:
@@ -153,9 +166,17 @@ class WallTimeline(Timeline):
             future.result()
             return 0.0
         self.promote(ticket)
-        started = time.perf_counter()
+        started = self.now()
         future.result()
-        return time.perf_counter() - started
+        ended = self.now()
+        landed = min(max(started, ticket.landed_s), ended)
+        self.spent[STALL] += landed - started
+        self.spent[ticket.way] += ended - landed
+        if self.log is not None:
+            for way, begin, end in ((STALL, started, landed), (ticket.way, landed, ended)):
+                if end > begin:
+                    self.log.append((WAIT, WAITS[way], ticket.key, begin, end))
+        return ended - started
 
     def compute_experts(self, count: int, rows: int, overlap: bool = False) -> None:
         """Real compute takes its own time."""
