@@ -15,6 +15,7 @@ COMMANDS = {
     "ladder": "where a system's loss comes from, one change at a time",
     "summary": "scores of result files, a line per dataset and a column per system",
     "report": "one self-contained page from result files, with tables as Markdown and CSV",
+    "regress": "current results against a baseline, for CI; or where a history changed",
     "list": "systems, hardware, models and engines that can be named",
     "doctor": "what this machine can measure, and what is missing",
     "pack": "turn a model folder into an expert pack",
