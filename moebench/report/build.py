@@ -14,7 +14,7 @@ from moebench.report import machines, tables, times, trade
 from moebench.report.definitions import definitions, paragraphs, prose
 from moebench.report.figure import Figure, Looks
 from moebench.report.grid import Cell, Column, Grid, from_plain
-from moebench.report.groups import Group, groups
+from moebench.report.groups import Group, groups, one_budget
 from moebench.report.page import Section, page
 from moebench.report.perfetto import trace
 from moebench.report.plain import to_csv, to_markdown
@@ -22,6 +22,7 @@ from moebench.report.summary import summary
 from moebench.result import Row
 
 TITLE = "moebench report"
+PERFETTO = "report.timeline.json beside this file holds the tokens of all rows and opens in Perfetto."
 HOW_TO_SWEEP = "moebench run -m system=lru,slru,belady budget=0.05,0.1,0.25,0.5"
 
 
@@ -88,26 +89,24 @@ def _group(group: Group, slug: str, looks: Looks, sources: Sources) -> list[Sect
     curves = [figure for at, rows in each for figure in trade.curves(rows, at, looks)]
     how = "" if curves else f"No system ran at two budgets here. A sweep draws these curves: {HOW_TO_SWEEP}"
     part("budget", "Against the budget", how, (), curves)
-    split = [times.split(rows, at) for at, rows in each]
+    swept = {at: one_budget(rows) for at, rows in each}
+    fewer = any(len(rows) > len(swept[at]) for at, rows in each)
+    only = "The figures show each system at one budget, the one that most of them have." if fewer else ""
+    split = [times.split(rows, at) for at, rows in swept.items()]
     if any(split):
-        part("time", "Where the time goes", "", [tables.split(group, f"{slug}-time-per-token")], split)
-    spread = [times.spread(rows, at) for at, rows in each]
+        part("time", "Where the time goes", only, [tables.split(group, f"{slug}-time-per-token")], split)
+    spread = [times.spread(rows, at) for at, rows in swept.items()]
     if any(spread):
-        misses = [times.by_misses(rows, at, looks) for at, rows in each]
-        part("steps", "Latency and its tail", "", [tables.steps(group, f"{slug}-steps")], [*spread, *misses])
-    rows = [(f"{slug}-{at}", named) for at, named in enumerate(named for named in group.rows if named.drawn)]
-    if lines := [figure for at, named in rows if (figure := times.timeline(named, at)) is not None]:
-        part(
-            "timeline",
-            "A few tokens on a timeline",
-            "report.timeline.json beside this file opens in Perfetto.",
-            (),
-            lines,
-        )
+        grids = [tables.steps(group, f"{slug}-steps"), tables.by_misses(group, f"{slug}-misses")]
+        misses = [times.by_misses(rows, at, looks) for at, rows in swept.items()]
+        part("steps", "Latency and its tail", only, grids, [*spread, *misses])
+    lines = [times.timeline(named, f"{at}-{n}") for at, rows in swept.items() for n, named in enumerate(rows)]
+    if any(lines):
+        part("timeline", "A few tokens on a timeline", PERFETTO, (), lines)
     scored = [named.row for named in group.rows if named.row.quality]
     if scored:
-        grids = [from_plain(f"{slug}-quality-{at}", plain) for at, plain in enumerate(summary(scored))]
-        part("quality", "Quality", "", grids, ())
+        scores = [from_plain(f"{slug}-quality-{at}", plain) for at, plain in enumerate(summary(scored))]
+        part("quality", "Quality", "", scores, ())
     part("again", "How to get each row again", "", [tables.commands(group, f"{slug}-commands", sources.commands)], ())
     return sections
 

@@ -89,7 +89,15 @@ def layout(x: Mapping[str, Any], y: Mapping[str, Any], **more: Any) -> dict[str,
         "margin": {"l": 48, "r": 16, "t": 12, "b": 44},
         "hovermode": "closest",
         "hoverlabel": {"bgcolor": "var(--panel)", "bordercolor": "var(--faint)", "font": {"color": "var(--ink)"}},
-        "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0, "font": {"size": 12}},
+        "legend": {
+            "orientation": "h",
+            "yref": "container",
+            "y": 0,
+            "yanchor": "bottom",
+            "x": 0,
+            "font": {"size": 12},
+            "traceorder": "normal",
+        },
         **more,
     }
 

@@ -40,7 +40,9 @@ class Column:
 
 @dataclass(frozen=True)
 class Grid:
-    """A table with what is to be said of it; ``slug`` names its CSV file. The first cell of a row is its heading."""
+    """A table with what is to be said of it; ``slug`` names its CSV file. The first cell of a row is its heading where
+    rows are ``headed``; ``folded``: shown when opened.
+    """
 
     slug: str
     title: str
@@ -48,6 +50,8 @@ class Grid:
     rows: tuple[tuple[Cell, ...], ...]
     caption: str = ""
     remarks: tuple[str, ...] = ()
+    headed: bool = True
+    folded: bool = False
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9._-]+", self.slug):
@@ -119,7 +123,8 @@ def to_html(grid: Grid) -> str:
             if cell.note:
                 letter = notes[cell.note]
                 text += f'<sup><a href="#{name}-{letter}" aria-label="note {letter}">{letter}</a></sup>'
-            cells.append(f"<td{_class(column)}>{text}</td>" if number else f'<th scope="row">{text}</th>')
+            heading = grid.headed and not number
+            cells.append(f'<th scope="row">{text}</th>' if heading else f"<td{_class(column)}>{text}</td>")
         lines.append(f"<tr>{''.join(cells)}</tr>")
     lines.append("</tbody></table></div>")
     if grid.caption:
@@ -128,6 +133,8 @@ def to_html(grid: Grid) -> str:
         below = [f'<li id="{name}-{letter}"><b>{letter}</b> {escape(note)}</li>' for note, letter in notes.items()]
         below += [f"<li>{escape(remark)}</li>" for remark in grid.remarks]
         lines.append(f'<ul class="notes">{"".join(below)}</ul>')
+    if grid.folded:
+        lines = [f"<details><summary>{escape(grid.title)}</summary>", *lines, "</details>"]
     return "\n".join(lines)
 
 

@@ -60,6 +60,16 @@ class Group:
         return found
 
 
+def one_budget(rows: Sequence[Named]) -> list[Named]:
+    """Of a sweep over budgets the rows at the budget that most systems have; all rows of a system that lacks it."""
+    systems: dict[str, set[str]] = {}
+    for named in rows:
+        systems.setdefault(str(named.row.config.get("budget")), set()).add(named.row.system)
+    common = max(systems, key=lambda budget: (len(systems[budget]), budget), default="")
+    have = systems.get(common, set())
+    return [named for named in rows if named.row.system not in have or str(named.row.config.get("budget")) == common]
+
+
 def newest(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
     """The last row of each cell, and a line for each older one that was left out.
 

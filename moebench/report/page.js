@@ -25,6 +25,13 @@
       layout.margin.r = 12;
     }
     Plotly.react(plot, data, layout, config).then(() => {
+      const box = plot.querySelector(".legend");
+      const spare = box ? legend - 12 - Math.ceil(box.getBBox().height) : 0;
+      if (spare) {
+        plot.style.height = `${layout.height - spare}px`;
+        return Plotly.relayout(plot, { height: layout.height - spare, "margin.b": layout.margin.b - spare });
+      }
+    }).then(() => {
       plot.querySelectorAll("svg").forEach((svg) => svg.setAttribute("aria-hidden", "true"));
       plot.dataset.drawn = width;
     });

@@ -14,7 +14,8 @@ from moebench.report.tail import P99_MINIMUM, Bucket, tail
 from moebench.result import METRICS, Metric
 
 PARTS = ("compute", "stall", "copy", "decode", "overhead")  # of the time of an emitted token, details' own names
-NOTHING = Cell("-")
+TIMES = ("p50 ms", "p95 ms", "p99 ms")
+FEW = f"a 99th percentile needs {P99_MINIMUM} steps"
 
 
 def results(group: Group, slug: str) -> Grid:
@@ -49,26 +50,36 @@ def split(group: Group, slug: str) -> Grid | None:
 
 
 def steps(group: Group, slug: str) -> Grid | None:
-    """Step times of each row, whole and by the misses in the step; None where no row has timed steps."""
-    rows: list[tuple[Cell, ...]] = []
-    few = f"a 99th percentile needs {P99_MINIMUM} steps"
+    """Step times of each row, and how much of their tail had a miss; None where no row has timed steps."""
+    rows = []
     for named in group.rows:
         if (found := tail(named.row.details.get("steps", {}))) is None:
             continue
-        said = Cell("-", None, "", few)
+        slowest = Cell("-", note=FEW)
         if found.slow is not None and found.slow_missed is not None:
-            said = Cell(f"{found.slow_missed} of {found.slow}", found.slow_missed / found.slow)
-        rows.append((_name(named), Cell(named.workload), Cell("all"), *_times(found.whole, few), said))
-        if found.given_miss is not None and len(found.buckets) > 1:
-            rows.append((_name(named), Cell(named.workload), Cell("any miss"), *_times(found.given_miss, few), NOTHING))
-        for bucket in found.buckets:
-            label = Cell(f"{bucket.label} missed")
-            rows.append((_name(named), Cell(named.workload), label, *_times(bucket, few), NOTHING))
-    head = [Column("system"), Column("workload"), Column("steps"), Column("n", "number")]
-    head += [Column(f"{name} ms", "number") for name in ("p50", "p95", "p99")]
-    head.append(Column("slowest with a miss", "number"))
+            slowest = Cell(f"{found.slow_missed} of {found.slow}", found.slow_missed / found.slow)
+        missed = Cell("0", 0), Cell("-", note="no step missed")
+        if found.given_miss is not None:
+            missed = Cell(str(found.given_miss.n), found.given_miss.n), _p99(found.given_miss)
+        rows.append((_name(named), Cell(named.workload), *_times(found.whole), *missed, slowest))
+    head = [Column(name, "number") for name in ("steps", *TIMES, "steps with a miss", "p99 ms given a miss")]
     caption = "The slowest are the steps at or above the 99th percentile of all steps; percentiles are nearest-rank."
-    return Grid(slug, f"Step times by misses: {group.title}", tuple(head), tuple(rows), caption) if rows else None
+    names = Column("system"), Column("workload"), *head, Column("slowest with a miss", "number")
+    return Grid(slug, f"Step times: {group.title}", names, tuple(rows), caption) if rows else None
+
+
+def by_misses(group: Group, slug: str) -> Grid | None:
+    """Step times of each row by the number of experts that missed in the step; None where no row has timed steps."""
+    rows = []
+    for named in group.rows:
+        if (found := tail(named.row.details.get("steps", {}))) is not None:
+            for bucket in found.buckets:
+                share = Cell(f"{bucket.n / found.whole.n:.1%}", bucket.n / found.whole.n)
+                times = _times(bucket)
+                rows.append((_name(named), Cell(named.workload), Cell(bucket.label), times[0], share, *times[1:]))
+    head = [Column(name, "number") for name in ("steps", "share of steps", *TIMES)]
+    names = Column("system"), Column("workload"), Column("experts missed"), *head
+    return Grid(slug, f"Step times by misses: {group.title}", names, tuple(rows), folded=True) if rows else None
 
 
 def commands(group: Group, slug: str, texts: Mapping[str, str]) -> Grid:
@@ -96,7 +107,11 @@ def assumptions(found: Sequence[Group], slug: str) -> Grid | None:
             for line in named.row.assumptions:
                 behind.setdefault(line, {})[f"{named.row.system} ({group.title})"] = None
     rows = tuple((Cell(line), Cell(", ".join(names))) for line, names in sorted(behind.items()))
-    return Grid(slug, "Assumed and transferred inputs", (Column("input"), Column("rows")), rows) if rows else None
+    return (
+        Grid(slug, "Assumed and transferred inputs", (Column("input"), Column("rows")), rows, headed=False)
+        if rows
+        else None
+    )
 
 
 def environments(found: Sequence[Group], slug: str) -> Grid | None:
@@ -114,7 +129,11 @@ def environments(found: Sequence[Group], slug: str) -> Grid | None:
             made[key] = made.get(key, 0) + 1
     head = [Column(name) for name in ("commit", "python", "platform", "processor", "card", "packages")]
     rows = tuple((*map(Cell, key), Cell(str(count), count)) for key, count in sorted(made.items()))
-    return Grid(slug, "What the rows were made with", (*head, Column("rows", "number")), rows) if rows else None
+    return (
+        Grid(slug, "What the rows were made with", (*head, Column("rows", "number")), rows, headed=False)
+        if rows
+        else None
+    )
 
 
 def _labels(named: Named) -> tuple[Cell, ...]:
@@ -154,6 +173,9 @@ def _ms(value: float) -> Cell:
     return Cell(number(value), value)
 
 
-def _times(bucket: Bucket, few: str) -> tuple[Cell, ...]:
-    p99 = Cell("-", note=few) if bucket.p99 is None else _ms(bucket.p99)
-    return Cell(str(bucket.n), bucket.n), _ms(bucket.p50), _ms(bucket.p95), p99
+def _times(bucket: Bucket) -> tuple[Cell, ...]:
+    return Cell(str(bucket.n), bucket.n), _ms(bucket.p50), _ms(bucket.p95), _p99(bucket)
+
+
+def _p99(bucket: Bucket) -> Cell:
+    return Cell("-", note=FEW) if bucket.p99 is None else _ms(bucket.p99)

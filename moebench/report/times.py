@@ -12,6 +12,7 @@ from moebench.report.tables import PARTS
 from moebench.report.tail import Tail, tail
 
 PATTERNS = ("", "/", "x", ".", "-", "+", "|", "\\")  # so that parts are told apart without colour
+PATTERN = {"fillmode": "overlay", "fgcolor": "var(--panel)", "size": 6}
 PERCENTILES = (("p50", "circle"), ("p95", "diamond"), ("p99", "x"))
 
 
@@ -25,9 +26,7 @@ def split(rows: Sequence[Named], slug: str) -> Figure | None:
         {
             "type": "bar", "orientation": "h", "name": part, "y": names,
             "x": [float(named.row.details["split_ms_per_token"].get(part, 0)) for named in found],
-            "marker": {
-                "color": f"var(--c{at + 1})", "pattern": {"shape": PATTERNS[at], "fgcolor": "var(--panel)", "size": 6},
-            },
+            "marker": {"color": f"var(--c{at + 1})", "pattern": {**PATTERN, "shape": PATTERNS[at]}},
             "hovertemplate": f"{part}: %{{x:.3g}} ms<extra></extra>",
         }
         for at, part in enumerate(PARTS)
