@@ -1,4 +1,4 @@
-"""``moebench doctor``: what this machine can measure, what is missing, and what that costs."""
+"""``moebench doctor``: what this machine can measure, what is missing, and which system to start with for a model."""
 
 from __future__ import annotations
 
@@ -15,20 +15,28 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from moebench import hardware
+from moebench.commands.advice import advise, find_geometry
 from moebench.commands.places import writable_folder
 from moebench.commands.words import parse
 from moebench.config import option
 from moebench.errors import UsageError
 from moebench.machine import detect
-from moebench.plugins import load_plugins
+from moebench.plugins import Registry, load_plugins
+from moebench.progress import progress_bar
 from moebench.store import uring
 
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """Which folder's disk to look at."""
+    """Which folder's disk to look at, and which model to give advice for."""
 
     path: str = option(".", "folder whose file system packs and results would use")
+    model: str = option("", "a model to give advice for: tinymoe, a geometry, or a folder with config.json")
+    hw: str = option("auto", "machine to give advice for; auto takes the profile of this one")
+
+    def __post_init__(self) -> None:
+        if self.hw != "auto" and not self.model:
+            raise UsageError("doctor: hw= chooses the machine that advice is for; it needs model=")
 
 
 @dataclass(frozen=True)
@@ -49,21 +57,44 @@ def main(words: Sequence[str]) -> int:
     folder = Path(options.path)
     if not folder.is_dir():
         raise UsageError(f"doctor: path={options.path} is not a folder")
-    found = examine(writable_folder(folder, "path"))
+    registry = load_plugins()
+    geometry = find_geometry(options.model, registry) if options.model else None
+    profile = _machine(options.hw, registry) if geometry else None
+    found = examine(writable_folder(folder, "path"), registry)
     for item in found:
         print(f"{'ok ' if item.ok else '-  '} {item.name:<16} {item.found}")
         if not item.ok:
             print(f"    {'':<16} {item.without}")
-    print(json.dumps({"findings": [asdict(item) for item in found]}, separators=(",", ":")))
+    document: dict[str, object] = {"findings": [asdict(item) for item in found]}
+    if geometry and profile is None:
+        print(f"no advice for {geometry.name}: no profile matches this machine; run 'moebench calibrate', or say hw=")
+    elif geometry and profile:
+        with progress_bar() as bar:
+            task = bar.add_task("short replays", total=None)
+            lines, rows = advise(
+                geometry, options.model, profile, registry, lambda name: bar.update(task, description=name)
+            )
+        print("\n" + "\n".join(lines))
+        document["advice"] = lines
+        document["decode_tok_s"] = {row.system: row.metrics["decode_tok_s"].value for row in rows}
+    print(json.dumps(document, separators=(",", ":")))
     return 0
 
 
-def examine(folder: Path) -> list[Finding]:
+def _machine(name: str, registry: Registry) -> hardware.HardwareProfile | None:
+    """The profile that advice is for: the named one, else that of this machine; None where there is none."""
+    if name != "auto":
+        return hardware.load(registry.hardware_path(name))
+    names = _matching(registry)
+    return hardware.load(registry.hardware_path("host" if "host" in names else names[0])) if names else None
+
+
+def examine(folder: Path, registry: Registry) -> list[Finding]:
     """Every capability, in the order of the table."""
     machine = detect()
     return [
         Finding("machine", True, f"{machine.cpu}, {machine.gpu or 'no NVIDIA card'}, {machine.ram_gib:.1f} GiB", ""),
-        _profile(),
+        _profile(registry),
         _backend("torch", "no live runs: only geometries can be replayed"),
         _backend("transformers", "no live runs: only geometries can be replayed"),
         _backend("mlx", "packs in the mlx byte layout cannot be computed"),
@@ -76,16 +107,21 @@ def examine(folder: Path) -> list[Finding]:
     ]
 
 
-def _profile() -> Finding:
-    registry = load_plugins()
+def _matching(registry: Registry) -> list[str]:
+    """Profiles that are this machine."""
     machine = detect()
     fits = []
     for name, path in registry.hardware.items():
         try:
-            if hardware.load(path).matches(machine) or name == "host":
+            if hardware.load(path).matches(machine):
                 fits.append(name)
         except hardware.HardwareError as error:
             print(f"moebench: warning: {error}", file=sys.stderr)
+    return fits
+
+
+def _profile(registry: Registry) -> Finding:
+    fits = _matching(registry)
     return Finding(
         "hw", bool(fits), ", ".join(fits) or "no profile matches", "run 'moebench calibrate' to make hw=host"
     )
