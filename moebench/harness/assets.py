@@ -20,6 +20,7 @@ from moebench.jsonl import read_jsonl
 from moebench.plugins import home
 from moebench.progress import progress_bar
 from moebench.store.engines import StoreError
+from moebench.store.lock import alone
 from moebench.store.pack import MANIFEST, Pack, file_hash
 
 
@@ -110,23 +111,23 @@ def ensure_pack(folder: Path, name: str, quant: str, layout: str, order: str = "
         layout_id = layout
     isa = torch.backends.cpu.get_cpu_capability().lower().replace(" ", "-")
     out = home() / "packs" / f"{name}-{_fingerprint(folder)}-{quant}-{layout_id}-{codec}-{isa}"
-    if (out / MANIFEST).is_file():
-        return open_kept(out)
-    print(f"moebench: packing {name} ({quant}, {layout}, codec {codec}) into {out}", file=sys.stderr)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    source = TransformersSource(folder)
-    with progress_bar() as bar:
-        task = bar.add_task("experts", total=None)
-        return write_pack(
-            out,
-            source,
-            QuantSpec(quant),
-            TorchCpuLayout(),
-            layout=layout,
-            codec=codec,
-            order=read_order(trace, source) if trace else None,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
+    with alone(out.with_name(f"{out.name}.lock")):  # of processes that want it at once one makes it
+        if (out / MANIFEST).is_file():
+            return open_kept(out)
+        print(f"moebench: packing {name} ({quant}, {layout}, codec {codec}) into {out}", file=sys.stderr)
+        source = TransformersSource(folder)
+        with progress_bar() as bar:
+            task = bar.add_task("experts", total=None)
+            return write_pack(
+                out,
+                source,
+                QuantSpec(quant),
+                TorchCpuLayout(),
+                layout=layout,
+                codec=codec,
+                order=read_order(trace, source) if trace else None,
+                progress=lambda done, total: bar.update(task, completed=done, total=total),
+            )
 
 
 def open_kept(path: Path) -> Pack:

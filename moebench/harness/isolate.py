@@ -1,7 +1,6 @@
-"""Runs one cell in a fresh Python process, so that no earlier cell's memory or threads are in its numbers.
+"""Fresh Python processes that run cells, so that no earlier cell's memory or threads are in their numbers.
 
-The process plans the cell again from its configuration: systems are code, which does not travel. Knows no cell's
-content.
+A process plans its cell again from the configuration: systems are code, which does not travel. Knows no cell's content.
 """
 
 from __future__ import annotations
@@ -10,7 +9,9 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from multiprocessing.connection import wait
 from typing import Any
 
 from moebench.errors import MoebenchError
@@ -27,36 +28,100 @@ answer()
 """
 
 
+class Worker:
+    """A process of its own that does one task after another: ``send``, then ``receive``. Always ``kill`` it."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._process.stdin is not None  # both are pipes
+        assert self._process.stdout is not None
+        self._to, self._from = self._process.stdin, self._process.stdout
+        self._write(sys.path)
+
+    def fileno(self) -> int:
+        """Readable when there is something to ``receive``."""
+        return self._from.fileno()
+
+    def send(self, work: Callable[..., Any], *arguments: Any) -> None:
+        """Hand over ``work(*arguments)``, a function of a module."""
+        self._write((work, arguments))
+
+    def receive(self) -> Any:
+        """What the work returned, or the ``MoebenchError`` that it raised; raises one where the process has died."""
+        try:
+            return pickle.load(self._from)
+        except (EOFError, pickle.UnpicklingError):
+            code = self._process.wait()
+            how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+            raise MoebenchError(f"the process of this run ended before its result was there ({how})") from None
+
+    def kill(self) -> None:
+        """End it, whatever it is doing."""
+        self._process.kill()
+        for pipe in (self._to, self._from):
+            with suppress(OSError):  # what it never read is lost with it
+                pipe.close()
+        self._process.wait()
+
+    def _write(self, content: Any) -> None:
+        with suppress(BrokenPipeError):  # ``receive`` tells of a process that died
+            self._to.write(pickle.dumps(content))
+            self._to.flush()
+
+
 def isolated(work: Callable[..., Any], *arguments: Any) -> Any:
     """The result of ``work(*arguments)``, a function of a module, in a process of its own.
 
     A ``MoebenchError`` of the work is raised here; a process that died is one too.
     """
-    task = pickle.dumps(sys.path) + pickle.dumps((work, arguments))
-    with subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        try:
-            output, _ = child.communicate(task)
-        except BaseException:  # Ctrl-C reaches us alone: see CHILD
-            child.kill()
-            child.wait()
-            raise
-    if child.returncode:
-        how = f"killed by signal {-child.returncode}" if child.returncode < 0 else f"exit code {child.returncode}"
-        raise MoebenchError(f"the process of a measured run ended before its result was there ({how})")
-    result = pickle.loads(output)
+    ((_, result),) = each(work, [arguments], 1)
     if isinstance(result, MoebenchError):
         raise result
     return result
 
 
-def answer() -> None:
-    """The other side: read one task from stdin and write what became of it to stdout."""
-    result_file = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a system prints must not stand between the result's bytes
-    work, arguments = pickle.load(sys.stdin.buffer)
+def each(work: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], count: int) -> Iterator[tuple[int, Any]]:
+    """Do ``work(*task)`` for all tasks in ``count`` processes; yields the number of a task and what became of it.
+
+    They come in the order in which they end. A ``MoebenchError`` is yielded, and so is that of a process that died, in
+    whose place the next task finds a new one. However this ends, no process is left.
+    """
+    todo = list(enumerate(tasks))
+    busy: dict[Worker, int] = {}
+    idle: list[Worker] = []
     try:
-        result = work(*arguments)
-    except MoebenchError as error:
-        result = error
-    with result_file:
-        pickle.dump(result, result_file)
+        while todo or busy:
+            while todo and len(busy) < count:
+                number, task = todo.pop(0)
+                worker = idle.pop() if idle else Worker()
+                busy[worker] = number
+                worker.send(work, *task)
+            ready = wait([worker.fileno() for worker in busy])
+            for worker in [worker for worker in busy if worker.fileno() in ready]:
+                number = busy[worker]
+                try:
+                    result = worker.receive()
+                    idle.append(worker)
+                except MoebenchError as error:
+                    worker.kill()
+                    result = error
+                del busy[worker]
+                yield number, result
+    finally:
+        for worker in (*busy, *idle):
+            worker.kill()
+
+
+def answer() -> None:
+    """The other side: read tasks from stdin, and write what became of each to stdout, until there are no more."""
+    result_file = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever a system prints must not stand between the results' bytes
+    with suppress(EOFError, BrokenPipeError):  # the parent is done, or gone
+        while True:
+            work, arguments = pickle.load(sys.stdin.buffer)
+            try:
+                result = work(*arguments)
+            except MoebenchError as error:
+                result = error
+            pickle.dump(result, result_file)
+            result_file.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable
 
 from moebench.config import RunConfig
@@ -26,13 +27,18 @@ def run(config: RunConfig, strict: bool = True) -> list[Row]:
     registry = load_plugins()
     rows = []
     for number, cell in enumerate(plan(config, registry)):
-        rows.append(_row(cell, config, number, registry, strict))
-        rows += [
-            published_row(cell, found)
-            for found in cell.spec.published
-            if (found.hw, found.model) == (config.hw, cell.model) and found.where(config.knobs, config)
-        ]
+        rows += [_row(cell, config, number, registry, strict), *published_rows(cell)]
     return rows
+
+
+def published_rows(cell: Cell) -> list[Row]:
+    """What others published for this system, machine, model and these options."""
+    hw, knobs = cell.config.hw, cell.config.knobs
+    return [
+        published_row(cell, found)
+        for found in cell.spec.published
+        if (found.hw, found.model) == (hw, cell.model) and found.where(knobs, cell.config)
+    ]
 
 
 def _row(cell: Cell, config: RunConfig, number: int, registry: Registry, strict: bool) -> Row:
@@ -40,7 +46,7 @@ def _row(cell: Cell, config: RunConfig, number: int, registry: Registry, strict:
     if cell.clock == "virtual":
         return _attempt(cell, registry, strict)
     try:
-        return isolated(_planned, config, number, strict)
+        return isolated(planned, config, number, strict)
     except MoebenchError as error:
         if strict and isinstance(error, UsageError):
             raise
@@ -49,32 +55,36 @@ def _row(cell: Cell, config: RunConfig, number: int, registry: Registry, strict:
         remove_dead(overlays())
 
 
-def _planned(config: RunConfig, number: int, strict: bool) -> Row:
+def planned(config: RunConfig, number: int, strict: bool, quiet: bool = False) -> Row:
+    """The row of the ``number``-th cell of a configuration, in this process; ``quiet`` where others run beside it."""
     registry = load_plugins()
-    return _attempt(plan(config, registry)[number], registry, strict)
+    return _attempt(plan(config, registry)[number], registry, strict, quiet)
 
 
-def _attempt(cell: Cell, registry: Registry, strict: bool) -> Row:
+def _attempt(cell: Cell, registry: Registry, strict: bool, quiet: bool = False) -> Row:
     """The row of a cell, or the failed row that says why there is none."""
-    with Status() as status:
+    with Status(not quiet) as status:
         try:
             return run_cell(cell, registry, status)
         except Exception as error:
             # what holds everything cannot be given less: that it does not fit is a result of this machine
             hopeless = isinstance(error, BudgetError) and cell.spec.sizing == "full" and cell.config.memory is None
-            if cell.config.debug or (strict and isinstance(error, UsageError) and not hopeless):
+            if strict and (cell.config.debug or (isinstance(error, UsageError) and not hopeless)):
                 raise
+            if cell.config.debug:
+                traceback.print_exc()
             return failed_row(cell, error)
 
 
 class Status:
     """A line on stderr that says what is going on, when stderr is a terminal."""
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: bool = True) -> None:
+        self._wanted = wanted
         self._status: Callable[[str], None] | None = None
 
     def __enter__(self) -> Status:
-        if sys.stderr.isatty():
+        if self._wanted and sys.stderr.isatty():
             from rich.console import Console
 
             self._shown = Console(stderr=True).status("starting")

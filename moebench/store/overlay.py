@@ -10,8 +10,7 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ import xxhash
 
 from moebench.store.engines import StoreError
 from moebench.store.extents import WHOLE, Segment
+from moebench.store.lock import alone
 from moebench.store.pack import EXPERTS, Pack
 from moebench.store.pages import aligned_buffer, drop_page_cache
 from moebench.store.swap_journal import BEGIN, COMMIT, INTENT, Disk, Journal, Record, try_lock
@@ -53,7 +53,7 @@ class Overlay(Pack):
                 f"not in {pack.manifest.layout} with codec={pack.manifest.codec}"
             )
         parent.mkdir(parents=True, exist_ok=True)
-        with _alone(parent):  # nobody takes a folder for a dead one before its owner has locked it
+        with alone(parent / LOCK):  # nobody takes a folder for a dead one before its owner has locked it
             _remove_dead(parent)
             folder = Path(tempfile.mkdtemp(dir=parent, prefix=f"{pack.path.name}-"))
             journal = Journal(folder / JOURNAL, disk or Disk())
@@ -212,7 +212,7 @@ class Overlay(Pack):
 def remove_dead(parent: Path) -> None:
     """Remove the overlays under ``parent`` that no process holds: their run was stopped."""
     if parent.is_dir():
-        with _alone(parent):
+        with alone(parent / LOCK):
             _remove_dead(parent)
 
 
@@ -228,16 +228,6 @@ def _remove_dead(parent: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
         finally:
             os.close(fd)
-
-
-@contextmanager
-def _alone(parent: Path) -> Iterator[None]:
-    fd = os.open(parent / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
 
 
 def _copy(source: Path, target: Path) -> int:
