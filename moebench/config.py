@@ -39,6 +39,38 @@ class WorkloadConfig:
 
 
 @dataclass(frozen=True)
+class QualityConfig:
+    """What answers are compared with the unmodified model's. ``quality=NAME`` is short for ``quality.suite=NAME``."""
+
+    suite: str = option(
+        "quick",
+        "none, quick (8 items of each of tinymoe's tasks), local (all 100, on lm-eval), opencompass5, or names of "
+        "lm-eval tasks, NAME[,NAME]",
+    )
+    limit: int = option(0, "items of each task, from the first on; 0 takes the suite's own")
+    batch: int = option(20, "sequences that decode together")
+    data_dir: str = option(
+        "",
+        "folder with data sets of your own, TASK.jsonl or TASK.parquet, instead of the hub's, and with further task "
+        "files, TASK.yaml",
+    )
+    text: str = option(
+        "", "held-out text for KL and perplexity: .jsonl with prompt and completion, or plain; empty: the tasks' own"
+    )
+    unsafe_code: bool = option(False, "run the programs that a model writes, in a process with limits")
+
+    def __post_init__(self) -> None:
+        _at_least("quality", self, limit=0, batch=1)
+        if not self.suite.replace(",", "").strip():
+            raise UsageError("quality= is empty; say none, quick, local, opencompass5 or names of lm-eval tasks")
+        on = [name for name in ("limit", "text", "data_dir", "unsafe_code") if getattr(self, name)]
+        on += ["batch"] * (self.batch != 20)
+        idle = on if self.suite == "none" else [n for n in on if n in ("data_dir", "unsafe_code")]
+        if idle and self.suite in ("none", "quick", "local"):
+            raise UsageError(f"quality.{idle[0]} has no effect with quality={self.suite}")
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One cell, fully resolved. ``knobs`` is an instance of the system's own config dataclass."""
 
@@ -77,8 +109,8 @@ class RunConfig:
     scope: Literal["auto", "shared", "per_layer"] = option(
         "auto", "whether all layers share the cache slots; auto takes the system's own way"
     )
-    quality: Literal["none", "quick", "local"] = option(
-        "quick", "quality suite to run beside speed; quick has 8 items per task, local 100"
+    quality: QualityConfig = field(
+        default_factory=QualityConfig, metadata={"help": "what is asked beside the timed run; a word is its suite"}
     )
     repeats: int = option(1, "times the whole workload is measured")
     warmup_tokens: int = option(16, "decoded tokens before counting starts")
@@ -88,6 +120,8 @@ class RunConfig:
     debug: bool = option(False, "show tracebacks")
 
     def __post_init__(self) -> None:
+        if isinstance(self.quality, str):
+            object.__setattr__(self, "quality", QualityConfig(self.quality))
         _at_least("run", self, repeats=1, warmup_tokens=0, chunk=0, seed=0)
         parse_budget(self.budget, 1)
         if self.device_budget != "auto":

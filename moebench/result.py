@@ -160,8 +160,12 @@ class Row:
 
 
 def to_json(row: Row) -> str:
-    """The text of a result file: sorted keys, shortest exact floats."""
-    return json.dumps({"id": row.id, **_plain(row)}, sort_keys=True, indent=1, allow_nan=False) + "\n"
+    """The text of a result file: sorted keys, shortest exact floats, the long lists of optional blocks on one line."""
+    lines = []
+    for name, value in sorted({"id": row.id, **_plain(row)}.items()):
+        text = _dumps(value) if name in OPTIONAL else json.dumps(value, sort_keys=True, indent=1, allow_nan=False)
+        lines.append(f' "{name}": ' + text.replace("\n", "\n "))
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def from_json(text: str, where: str = "result") -> Row:

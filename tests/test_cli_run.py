@@ -18,7 +18,7 @@ import moebench
 import moebench.api
 from moebench import harness
 from moebench.cli import main
-from moebench.config import RunConfig, WorkloadConfig
+from moebench.config import QualityConfig, RunConfig, WorkloadConfig
 from moebench.errors import UsageError
 from moebench.plugins import load_plugins
 from moebench.result import load
@@ -131,7 +131,9 @@ def test_a_run_prints_table_then_document_and_writes_one_file(ran, capsys):
     assert [row["system"] for row in document["rows"]] == ["slru"]
     assert "TTFT" in shown.out
     (config,) = ran
-    assert (config.system, config.knobs.protected, config.budget, config.quality) == ("slru", 0.7, "0.15", "none")
+    assert (config.system, config.knobs.protected, config.budget, config.quality.suite) == (
+        "slru", 0.7, "0.15", "none"
+    )  # fmt: skip
     (file,) = Path("here").glob("m4pro/*/*.json")
     assert load(file).config["system"] == {"id": "slru", "protected": 0.7}
     assert {path.name for path in Path().iterdir()} <= {"here", "home"}
@@ -163,7 +165,7 @@ def test_every_option_reaches_the_run(ran):
     given |= {
         "mode": "model",
         "scope": "per_layer",
-        "quality": "local",
+        "quality": QualityConfig("local", limit=3),
         "repeats": 3,
         "warmup_tokens": 2,
         "chunk": 8,
@@ -171,6 +173,7 @@ def test_every_option_reaches_the_run(ran):
     }
     given |= {"model": "./some/folder", "out": "there", "debug": True, "hw": "m2_16gb"}
     words = [f"{key}={str(value).lower() if value is True else value}" for key, value in given.items()]
+    words = [word for word in words if not word.startswith("quality")] + ["quality=local", "quality.limit=3"]
     load_words = ["workload=prompts", "workload.batch=2", "workload.seed=9", "workload.requests=7"]
     assert main(["run", "system=decayed_lfu", *words, *load_words]) == 0
     (config,) = ran
@@ -293,10 +296,14 @@ def test_any_keyword_value_survives_hydras_grammar(value):
 def test_the_help_lists_every_option(capsys):
     assert main(["run", "--help"]) == 0
     text = capsys.readouterr().out
+    nested = {"workload": WorkloadConfig, "quality": QualityConfig}
     for entry in dataclasses.fields(RunConfig):
-        if entry.name not in ("knobs", "workload"):
+        if entry.name != "knobs" and entry.name not in nested:
             assert f"  {entry.name}=" in text
             assert entry.metadata["help"] in text
+    for head, cls in nested.items():
+        for entry in dataclasses.fields(cls):
+            assert f"  {head}.{entry.name}=" in text
 
 
 def test_a_comparison_without_baselines_runs_what_was_asked(ran):

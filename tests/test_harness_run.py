@@ -126,7 +126,8 @@ def test_a_modeled_row_marks_every_number_and_explains_every_gap(mini):  # noqa:
         assert metric.value is not None or metric.reason
     missing = {name for name, metric in row.metrics.items() if metric.value is None}
     undrafted = {"accepted_per_round", "verified_per_token", "host_rate"}  # and there is no host tier
-    assert missing == {"tpot_p99_ms", "process_peak_gib", "token_agreement", "quality_delta"} | undrafted
+    unasked = {"token_agreement", "kl_median_nats", "kl_p99_nats", "perplexity", "quality_delta"}
+    assert missing == {"tpot_p99_ms", "process_peak_gib"} | unasked | undrafted
     assert row.protocol["clock"] == "virtual"
     assert "does not match m4pro" in row.protocol["why"]
     assert any(line.startswith("assumed: routing from a synthetic trace") for line in row.assumptions)
@@ -160,7 +161,7 @@ def test_quality_is_measured_even_where_time_is_modeled(live, monkeypatch):
     assert agreement.provenance == delta.provenance == "measured"
     assert delta.n == 5
     assert 0.5 < agreement.value <= 1.0
-    assert 0 < agreement.n <= 5 * 12
+    assert agreement.n > 50
     (low, high) = delta.ci
     assert low <= delta.value <= high
 

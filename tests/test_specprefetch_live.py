@@ -25,7 +25,7 @@ from moebench.engine.hooks import Hooks
 from moebench.engine.loop import Loop, replay
 from moebench.engine.movement import Rules
 from moebench.errors import UsageError
-from moebench.harness.cell import DemandLog
+from moebench.harness.passes import DemandLog
 from moebench.hookspecs import hookimpl
 from moebench.residency.tier import Tier
 from moebench.routing import softmax

@@ -23,11 +23,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from moebench.commands.words import build
-from moebench.config import RunConfig, WorkloadConfig
+from moebench.config import QualityConfig, RunConfig, WorkloadConfig
 from moebench.errors import UsageError, unknown
 from moebench.plugins import Registry
 
 CONFIGS = "moebench.configs"
+QUOTES = ("'", '"')
 OPTIONS = tuple(f.name for f in dataclasses.fields(RunConfig) if f.name != "knobs")
 
 
@@ -50,6 +51,7 @@ def register_groups(registry: Registry) -> None:
         for f in dataclasses.fields(RunConfig)
         if f.default is not dataclasses.MISSING and f.name != "knobs"
     }
+    plain["quality"] = dataclasses.asdict(QualityConfig())
     store.store(name="options", node=plain)
     for name, spec in registry.systems.items():
         store.store(group="system", name=name, node={"id": name, **_plain(spec.config())})
@@ -61,8 +63,23 @@ def register_groups(registry: Registry) -> None:
         store.store(group="workload", name=name, node={**known, **yaml.safe_load(path.read_text())})
 
 
+def spelled(words: Sequence[str], sweep: bool) -> list[str]:
+    """``quality=NAME`` written out as ``quality.suite=NAME``. Its commas list tasks; in a sweep they part jobs, and a
+    list of tasks stands in quotes.
+    """
+
+    def one(word: str) -> str:
+        key, _, value = word.partition("=")
+        if key not in ("quality", "quality.suite"):
+            return word
+        return f"quality.suite={value if sweep or value[:1] in QUOTES else repr(value)}"
+
+    return [one(word) for word in words]
+
+
 def jobs(words: Sequence[str], registry: Registry, sweep: bool) -> list[list[str]]:
     """The override lists of all jobs that ``words`` ask for: one, or the product of the swept values."""
+    words = spelled(words, sweep)
     try:
         overrides = OverridesParser.create().parse_overrides(list(words))
     except HydraException as error:
@@ -97,6 +114,7 @@ def from_hydra(config: DictConfig, registry: Registry) -> RunConfig:
         "system": spec.id,
         "knobs": build(spec.config, knobs, f"system {spec.id}"),
         "workload": build(WorkloadConfig, plain.pop("workload"), "workload"),
+        "quality": build(QualityConfig, plain.pop("quality"), "quality"),
     }
     return build(RunConfig, {**plain, **typed}, "run")
 
@@ -115,9 +133,10 @@ def _check(override: Override, registry: Registry, sweep: bool) -> None:
         raise unknown("option", head, OPTIONS)
     if override.is_sweep_override() and not sweep:
         raise UsageError(f"{override.input_line} gives several values; add -m to run each of them")
-    known = [f.name for f in dataclasses.fields(WorkloadConfig)]
-    if tail and (head not in ("system", "workload") or (head == "workload" and tail not in known)):
-        raise unknown(f"option of {head}", tail, known if head == "workload" else ())
+    nested = {"workload": WorkloadConfig, "quality": QualityConfig}
+    known = [f.name for f in dataclasses.fields(nested[head])] if head in nested else []
+    if tail and head != "system" and tail not in known:
+        raise unknown(f"option of {head}", tail, known)
     if tail == "id":
         raise UsageError("system.id is not an option; choose with system=NAME")
     groups = {"system": registry.system, "hw": registry.hardware_path, "workload": _workload}

@@ -47,6 +47,7 @@ def main(words: Sequence[str]) -> int:
         return 0
     compose.register_groups(registry)
     parsed = _parse(words)
+    parsed.overrides = compose.spelled(parsed.overrides, parsed.multirun)
     configs = []
     for job in compose.jobs(parsed.overrides, registry, parsed.multirun):
         try:

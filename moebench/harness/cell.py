@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import resources
@@ -19,14 +19,15 @@ from moebench.harness import environment, figures
 from moebench.harness.assets import LiveModel, load_live, read_prompts, text_hash, with_drafter
 from moebench.harness.costs import coded_bytes
 from moebench.harness.matrices import by_matrix
+from moebench.harness.passes import Sessions
 from moebench.harness.plan import Cell
+from moebench.harness.quality import Asked, ask, suite_for, unasked
 from moebench.harness.rows import run_row
 from moebench.harness.session import Session, open_session
-from moebench.hookspecs import hookimpl
 from moebench.plugins import Registry
-from moebench.result import Metric, Row, metric
+from moebench.result import Row
 from moebench.step import PREFILL
-from moebench.systemspec import Equipment, SystemSpec, Target
+from moebench.systemspec import Equipment, Target
 from moebench.trace.drafts import has_drafts
 from moebench.trace.format import Trace
 
@@ -118,9 +119,7 @@ def _replay(cell: Cell, registry: Registry, progress: Progress) -> Row:
     }
     metrics = figures.speed(cell, runs)
     metrics |= figures.memory(cell, runs, process=cell.clock == "wall")
-    reason = "a replay has no model that answers"
-    metrics["token_agreement"] = metric("token_agreement", None, None, 0, reason)
-    metrics["quality_delta"] = metric("quality_delta", None, None, 0, reason)
+    metrics |= unasked("a replay has no model that answers")
     assumptions = []
     if "generator" in trace.metadata:
         assumptions.append(f"assumed: routing from a synthetic trace ({trace.metadata['source']})")
@@ -154,27 +153,13 @@ def demands(trace: Trace, config: RunConfig) -> list[tuple[int, list[int]]]:
 # --- live ----------------------------------------------------------------------------------------------------------
 
 
-RECORDING = SystemSpec(id="recording", title="", summary="", make=lambda config, run: object(), sizing="minimal")
-
-
-class DemandLog:
-    """An observer that writes down every demand, as the first of an oracle's two passes."""
-
-    def __init__(self) -> None:
-        self.demands: list[tuple[int, list[int]]] = []
-
-    @hookimpl
-    def acquired(self, layer, keys) -> None:
-        """One event."""
-        self.demands.append((layer, list(keys)))
-
-
 def _live(cell: Cell, registry: Registry, progress: Progress) -> Row:
     from moebench.backends.torch_model import TorchBackend
 
     config = cell.config
     progress(f"loading {cell.model}")
     model = load_live(cell.folder, cell.model, config.quant, config.layout, config.order, config.codec)
+    suite = suite_for(config, model)
     exact = config.numerics == "row_invariant"
     backend = TorchBackend(
         model.pack, model.pack.dense_path, model.config,
@@ -200,15 +185,21 @@ def _live(cell: Cell, registry: Registry, progress: Progress) -> Row:
     for _ in range(config.repeats if cell.clock == "wall" else 1):
         cache_state = environment.page_cache_state(cell, model.pack)
         progress(f"{cell.spec.id} on {cell.profile.id}: {len(prompts)} prompts through {cell.model}")
-        with _sessions(cell, registry, model, backend, equipment, context, config.warmup_tokens) as fresh:
+        with Sessions(cell, registry, model, backend, equipment, context, config.warmup_tokens) as fresh:
             decode(session := fresh(decode))
         runs.append(session)
     metrics = figures.speed(cell, runs)
     metrics |= figures.memory(cell, runs, process=cell.clock == "wall")
-    metrics |= _quality(cell, registry, model, backend, equipment, progress)
+    quality: dict[str, Any] = {}
+    if suite is None:
+        metrics |= unasked("quality=none")
+    else:
+        numbers, quality = ask(suite, Asked(cell, registry, model, backend, equipment), progress)
+        metrics |= numbers
     workload = {"kind": "prompts", "seed": config.workload.seed, "hash": text_hash(prompts), "generator": None}
     notes = [*_narrowed(model.geometry.top_k, equipment), *equipment.assumptions]
-    return run_row(cell, runs, workload, metrics, cache_state, notes, equipment)
+    row = run_row(cell, runs, workload, metrics, cache_state, notes, equipment)
+    return replace(row, quality=quality)
 
 
 def _narrowed(own: int, equipment: Equipment) -> list[str]:
@@ -235,80 +226,3 @@ def _prompts(cell: Cell) -> list[str]:
     else:
         path = Path(str(resources.files("moebench.models.tinymoe"))) / "tasks" / "prompts.jsonl"
     return read_prompts(path, workload.requests, workload.seed)
-
-
-class _sessions:
-    """Opens sessions on one live model and closes them all; an oracle gets a first pass that writes its future down."""
-
-    def __init__(
-        self, cell: Cell, registry: Registry, model: LiveModel, backend: Any, equipment: Equipment, context: int,
-        warmup: int,
-    ) -> None:  # fmt: skip
-        self.cell, self.registry, self.model, self.backend, self.equipment = cell, registry, model, backend, equipment
-        self.context, self.warmup, self.opened = context, warmup, []
-
-    def __enter__(self):
-        return self.open
-
-    def __exit__(self, *_: object) -> None:
-        for session in self.opened:
-            session.close()
-
-    def open(self, work: Callable[[Session], None]) -> Session:
-        """A session ready for ``work``, which is run once beforehand for an oracle."""
-        cell, future = self.cell, None
-        if cell.spec.foresees(cell.config.knobs):
-            log = DemandLog()
-            work(first := self._new(replace(cell, spec=RECORDING), [log]))
-            first.close()
-            environment.page_cache_state(cell, self.model.pack)  # the first pass warmed it
-            future = log.demands
-        return self._new(cell, [], future)
-
-    def _new(self, cell: Cell, observers: Sequence[object], future: Any = None) -> Session:
-        session = open_session(
-            cell, self.model.geometry, self.registry, pack=self.model.pack, dense_bytes=self.backend.dense_bytes,
-            dense_bits=16.0, kv_bytes=self.backend.kv_bytes, future=future, observers=observers,
-            warmup_tokens=self.warmup, batch=self.cell.config.workload.batch, context=self.context,
-            longest_prompt=self.context - self.cell.config.workload.new_tokens, equipment=self.equipment,
-            ops=self.backend.ops, drafter=self.model.drafter,
-        )  # fmt: skip
-        self.opened.append(session)
-        return session
-
-
-def _quality(
-    cell: Cell, registry: Registry, model: LiveModel, backend: Any, equipment: Equipment, progress: Progress
-) -> dict[str, Metric]:
-    """Accuracy against the unmodified model on the same items, and agreement with its tokens."""
-    from moebench.backends.torch_model import NativeTorchBackend
-    from moebench.quality import local
-    from moebench.quality.paired import paired_delta
-
-    suite = cell.config.quality
-    names = ("token_agreement", "quality_delta")
-    if suite == "none":
-        return {name: metric(name, None, None, 0, "quality=none") for name in names}
-    items = local.load_items(suite)
-    progress(f"quality={suite}: {len(items)} items under the unmodified model")
-    native = local.evaluate(Loop(NativeTorchBackend(model.folder), None, 256), model.tokenizer, items)
-    cell = replace(cell, config=replace(cell.config, workload=replace(cell.config.workload, batch=local.BATCH)))
-    answers: list[local.Answer] = []
-    share: list[tuple[float, int]] = []
-
-    def answer(session: Session) -> None:
-        answers[:] = local.evaluate(Loop(backend, session.experts, 256), model.tokenizer, items)
-
-    def agree(session: Session) -> None:
-        share[:] = [local.agreement(Loop(backend, session.experts, 256), model.tokenizer, items, native)]
-
-    for text, work in (("accuracy", answer), ("token agreement", agree)):
-        progress(f"quality={suite}: {text} under {cell.spec.id}")
-        with _sessions(cell, registry, model, backend, equipment, 512, 0) as fresh:
-            work(fresh(work))
-    delta = paired_delta([a.right for a in answers], [a.right for a in native], [a.task for a in native])
-    agreement, tokens = share[0]
-    return {
-        "token_agreement": metric("token_agreement", agreement, "measured", tokens),
-        "quality_delta": metric("quality_delta", delta.points, "measured", delta.n, ci=delta.ci),
-    }

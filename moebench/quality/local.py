@@ -1,4 +1,4 @@
-"""The local suite: five tasks of tinymoe's domains as JSON lines, answered greedily and scored by exact match.
+"""Five tasks of tinymoe's domains as JSON lines, answered greedily and scored by exact match, without lm-eval.
 
 An answer is the text between ``#`` and the end of the line. Knows the loop and the tokenizer; knows no system.
 """
@@ -11,13 +11,19 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from moebench.config import QualityConfig
 from moebench.engine.loop import Loop
 from moebench.jsonl import read_jsonl
+from moebench.quality import parity
+from moebench.quality.batches import batches
+from moebench.quality.scores import TaskScores, digest, version_of
 
 TASKS = ("chain", "recall", "lists", "program", "world")
 ITEMS = {"quick": 8, "local": 100}  # per task
-BATCH = 20
 NEW_TOKENS = 112
+METRIC = "exact_match"
 
 
 @dataclass(frozen=True)
@@ -29,12 +35,16 @@ class Answer:
     right: bool
 
 
-def load_items(suite: str) -> list[dict[str, Any]]:
-    """Items of a suite, the same ones every time: ``{"task", "prompt", "answer"}``."""
-    folder = Path(str(resources.files("moebench.models.tinymoe"))) / "tasks"
+def folder() -> Path:
+    """Where the items lie, one file a task."""
+    return Path(str(resources.files("moebench.models.tinymoe"))) / "tasks"
+
+
+def load_items(suite: str, limit: int = 0) -> list[dict[str, Any]]:
+    """Items of a suite, the same ones every time: ``{"task", "prompt", "answer", "completion"}``."""
     items = []
     for task in TASKS:
-        items += [{**item, "task": task} for item in read_jsonl(folder / f"{task}.jsonl")[: ITEMS[suite]]]
+        items += [{**item, "task": task} for item in read_jsonl(folder() / f"{task}.jsonl")[: limit or ITEMS[suite]]]
     return items
 
 
@@ -44,13 +54,11 @@ def answer_of(text: str) -> str:
     return rest.split("\n")[0].strip() if found else ""
 
 
-def evaluate(loop: Loop, tokenizer: Any, items: Sequence[dict[str, Any]]) -> list[Answer]:
+def evaluate(loop: Loop, tokenizer: Any, items: Sequence[dict[str, Any]], batch: int = 20) -> list[Answer]:
     """Answer all items, in batches of similar length; the order of ``items`` is kept."""
     ids = [tokenizer(item["prompt"])["input_ids"] for item in items]
-    order = sorted(range(len(items)), key=lambda i: len(ids[i]))
     answers: dict[int, Answer] = {}
-    for at in range(0, len(order), BATCH):
-        group = order[at : at + BATCH]
+    for group in batches([len(prompt) + NEW_TOKENS for prompt in ids], batch):
         out = loop.generate([ids[i] for i in group], NEW_TOKENS, stop=tokenizer.eos_token_id)
         for i, tokens in zip(group, out.tokens, strict=True):
             text = tokenizer.decode(tokens, skip_special_tokens=True)
@@ -58,23 +66,35 @@ def evaluate(loop: Loop, tokenizer: Any, items: Sequence[dict[str, Any]]) -> lis
     return [answers[i] for i in range(len(items))]
 
 
-def agreement(
-    loop: Loop, tokenizer: Any, items: Sequence[dict[str, Any]], reference: Sequence[Answer]
-) -> tuple[float, int]:
-    """Share of the reference's tokens that are the system's greedy choice too, given the same text so far; and their
-    count.
-    """
-    same = total = 0
-    order = sorted(range(len(items)), key=lambda i: len(items[i]["prompt"]))
-    for at in range(0, len(order), BATCH):
-        group = order[at : at + BATCH]
-        prompts = [tokenizer(items[i]["prompt"])["input_ids"] for i in group]
-        forced = [reference[i].tokens for i in group]
-        out = loop.generate(prompts, max(map(len, forced)), forced=forced, keep_logits=True)
-        for position, logits in enumerate(out.logits):
-            choice = logits.argmax(-1)
-            for row, tokens in enumerate(forced):
-                if position < len(tokens):
-                    same += int(choice[row] == tokens[position])
-                    total += 1
-    return same / total, total
+class LocalSuite:
+    """The first items of each task. Held-out text is their worked steps, which no training saw."""
+
+    name, harness = "quick", "moebench"
+
+    def __init__(self, config: QualityConfig, tokenizer: Any, vocabulary: int) -> None:
+        self.tokenizer, self.vocabulary, self.batch = tokenizer, vocabulary, config.batch
+        self.items = load_items("quick", config.limit)
+        own = [parity.Text(item["prompt"], item["completion"]) for item in first(self.items, parity.TEXTS)]
+        self.pairs = parity.held_out(config.text, own, tokenizer)
+        self.longest = NEW_TOKENS + max(len(tokenizer(item["prompt"])["input_ids"]) for item in self.items)
+        self.longest = max(self.longest, *(len(given) + len(predicted) for given, predicted in self.pairs))
+        self.key = digest(self.harness, NEW_TOKENS, self.items, self.pairs, self.batch)
+
+    def run(self, loop: Loop, decoded: bool) -> dict[str, TaskScores]:
+        """All items by task; every answer is written, so it is decoded either way."""
+        answers, found = evaluate(loop, self.tokenizer, self.items, self.batch), {}
+        for task in TASKS:
+            asked = [item["prompt"] for item in self.items if item["task"] == task]
+            right = [answer.right for answer in answers if answer.task == task]
+            version = version_of(asked, {"new_tokens": NEW_TOKENS, "metric": METRIC})
+            found[task] = TaskScores(version, METRIC, "gen", tuple(map(digest, asked)), np.array(right, np.float64))
+        return found
+
+    def text(self) -> parity.Pairs:
+        """Held-out text to predict."""
+        return self.pairs
+
+
+def first(items: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """The first ``count`` items of each task."""
+    return [item for task in TASKS for item in [one for one in items if one["task"] == task][:count]]

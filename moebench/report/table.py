@@ -39,6 +39,9 @@ HEADINGS = {
     "accepted_per_round": "accepted/round",
     "verified_per_token": "verified/token",
     "token_agreement": "token agreement",
+    "kl_median_nats": "KL median nats",
+    "kl_p99_nats": "KL p99 nats",
+    "perplexity": "perplexity",
     "quality_delta": "quality delta pt",
 }
 OF_SOME = ("host_rate", "accepted_per_round", "verified_per_token")  # lines that only appear where they mean something
