@@ -37,7 +37,7 @@ BUILTIN = (
     "moebench.systems.bigmomo",
     "moebench.store.builtin",
 )
-RESERVED = ("all", "hydra", "systems", "baselines", *(option.name for option in fields(RunConfig)))
+RESERVED = ("all", "hydra", "systems", "baselines", "workers", *(option.name for option in fields(RunConfig)))
 
 
 def home() -> Path:
@@ -62,6 +62,17 @@ class Registry:
         if name not in self.systems:
             raise unknown("system", name, self.systems)
         return self.systems[name]
+
+    def role(self, name: str) -> str:
+        """What a system is to a comparison: its floor, a baseline, a system, the oracle or the ceiling. What ships with
+        moebench without a paper is a baseline.
+        """
+        spec = self.system(name)
+        if spec.oracle:
+            return "oracle"
+        if spec.baseline:
+            return {"full": "ceiling", "minimal": "floor"}.get(spec.sizing, "baseline")
+        return "system" if spec.paper or self.origin[f"systems/{name}"] != "moebench" else "baseline"
 
     def hardware_path(self, name: str) -> Path:
         """The YAML file of a hardware profile; an unknown name says where a user's own profile goes."""

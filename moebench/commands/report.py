@@ -14,7 +14,6 @@ from moebench.config import option
 from moebench.errors import MoebenchError
 from moebench.plugins import Registry
 from moebench.result import Row
-from moebench.systemspec import SystemSpec
 
 TABLES = "report.tables"
 
@@ -50,7 +49,7 @@ def main(words: Sequence[str]) -> int:
     from moebench.commands.command_line import command
 
     sources = Sources(
-        roles={name: role(spec) for name, spec in registry.systems.items()},
+        roles={name: registry.role(name) for name in registry.systems},
         commands={row.id: command(row, registry) for row in found},
         profiles=profiles,
         unknown=unknown,
@@ -70,15 +69,6 @@ def main(words: Sequence[str]) -> int:
     document = {"report": str(written[0]), "files": [str(path) for path in written], "rows": len(found)}
     print(json.dumps({**document, "failed": failed, "left_out": sources.left_out}, separators=(",", ":")))
     return 0
-
-
-def role(spec: SystemSpec) -> str:
-    """What a system is to a comparison, in a word of ``moebench.report.groups.ROLES``."""
-    if spec.oracle:
-        return "oracle"
-    if spec.baseline:
-        return {"full": "ceiling", "minimal": "floor"}.get(spec.sizing, "baseline")
-    return "system"
 
 
 def published(rows: Sequence[Row], registry: Registry) -> list[Row]:

@@ -71,8 +71,10 @@ def print_table(rows: Sequence[Row], stream: TextIO, width: int | None = None) -
         console.print(Text(line))
 
 
-def number(value: float) -> str:
-    """A value for people: three significant digits below a thousand, never an exponent."""
+def number(value: float, decimals: int = 9) -> str:
+    """A value for people: three significant digits below a thousand, never an exponent. Of more than ``decimals``
+    decimals those are left out that only follow the first digit.
+    """
     if value == 0:
         return "0"
     size = abs(value)
@@ -80,7 +82,8 @@ def number(value: float) -> str:
         return f"{value:.0f}"
     if size >= 1:
         return f"{value:.1f}" if size >= 10 else f"{value:.2f}"
-    return f"{value:.{2 - math.floor(math.log10(size))}f}"
+    first = -math.floor(math.log10(size))
+    return f"{value:.{max(first, min(first + 2, decimals))}f}"
 
 
 def cell(row: Row, name: str) -> str:
