@@ -7,12 +7,13 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from moebench import regress, verdicts
 from moebench.commands.words import parse
 from moebench.config import option
 from moebench.errors import UsageError, unknown
+from moebench.evidence import change
 from moebench.history import find
 from moebench.regress import Rules
 from moebench.report.plain import Plain, show, to_markdown
@@ -98,25 +99,28 @@ def _shown(title: str, tables: Sequence[Plain], document: str) -> str:
 def _history(chosen: RegressOptions) -> int:
     """Print where a metric changed; a step is news and no failure."""
     rows = read(chosen.history)
-    found = find(rows, chosen.rules, chosen.metric)
     name = verdicts.names(rows)
-    header = ("cell", "metric", "verdict", "last before", "first after", "before", "after", "change")
-    lines, entries = [], []
-    for step in found:
-        commits = [str(row.environment.get("commit") or regress.finished(row)) for row in (step.last, step.first)]
-        moved = regress.change(step.before, step.after)
-        numbers = (f"{step.before:.6g}", f"{step.after:.6g}", f"{100 * moved:+.3g} %")
-        lines.append((name(step.first), step.metric, step.verdict, *(commit[:12] for commit in commits), *numbers))
-        entries.append(
-            {"cell": name(step.first), "metric": step.metric, "verdict": step.verdict, "before": step.before}
-            | {"after": step.after, "last": commits[0], "first": commits[1]}
-        )
+    entries: list[dict[str, Any]] = []
+    cells: dict[str, list[tuple[str, ...]]] = {}
+    for step in find(rows, chosen.rules, chosen.metric):
+        last, first = (str(row.environment.get("commit") or regress.finished(row)) for row in (step.last, step.first))
+        entry = {"cell": name(step.first), "metric": step.metric, "verdict": step.verdict, "last": last, "first": first}
+        entries.append({**entry, "before": step.before, "after": step.after})
+        numbers = (f"{step.before:.6g}", f"{step.after:.6g}", f"{100 * change(step.before, step.after):+.3g} %")
+        line = (step.metric, step.verdict, _short(last), _short(first), *numbers)
+        cells.setdefault(name(step.first), []).append(line)
     failed = sum(row.status == "failed" for row in rows)
-    title = f"{len(rows)} results, {failed} of them failed: {len(found)} steps"
-    table = Plain("steps", header, tuple(lines), (title,), labels=5)
+    title = f"{len(rows)} results, {failed} of them failed: {len(entries)} steps"
+    header = ("metric", "verdict", "last", "first", "before", "after", "change")
+    tables = [Plain(cell, header, tuple(lines), labels=4) for cell, lines in cells.items()]
     document = json.dumps({"schema": SCHEMA, "steps": entries}, sort_keys=True, separators=(",", ":"))
     if chosen.format == "markdown":
-        print(to_markdown([table]), end="")
+        print(f"{to_markdown(tables)}\n{title}" if tables else title)
     else:
-        print(document + "\n" if chosen.format == "json" else _shown(title, [table] if lines else [], document), end="")
+        print(document + "\n" if chosen.format == "json" else _shown(title, tables, document), end="")
     return 0
+
+
+def _short(commit: str) -> str:
+    """A commit, its mark of changed files kept; or a date."""
+    return commit[:10] + "+" * (commit.endswith("+") and len(commit) > 10)
