@@ -111,7 +111,7 @@ class Experts(ReadAhead):
 
     def _watched(self, base: int, experts: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
         """The same experts; what is done between them is compute."""
-        self._enter("experts")
+        self._enter("routing")
         for expert, data in experts:
             self._leave()
             yield expert, data

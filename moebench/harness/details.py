@@ -14,13 +14,13 @@ from moebench.geometry import Geometry
 from moebench.hookspecs import hookimpl
 from moebench.metrics import Metrics
 from moebench.step import PREFILL
-from moebench.timeline.base import COMPUTE, LANES, OVERHEAD, PARTS, UNIT, Event, Timeline
+from moebench.timeline.base import COMPUTE, LANES, LINK, OVERHEAD, PARTS, STORAGE, UNIT, Event, Timeline
 
 STEPS = 3  # consecutive ones on the timeline
 MOST_EVENTS = 600
 OF_AN_EXPERT = ("read", "page cache", "up", "down", "decode", "map", "storage", "link", "decoder", "expert")
 SOFTWARE = ("floor", "sync", "issue", "system")
-OF_A_LAYER = ("dense", "experts", *SOFTWARE)
+OF_A_LAYER = ("dense", "routing", "experts", *SOFTWARE)
 Named = tuple[int, str, float, float]  # lane, label, start, duration
 
 
@@ -130,7 +130,7 @@ def _timeline(log: list[Event], steps: list[tuple[float, float]], geometry: Geom
         "events": [
             [lane, label, _us(start), _us(min(start + took, end - origin) - start)]
             for lane, label, start, took in events
-            if start < end - origin
+            if _us(min(start + took, end - origin) - start) > 0
         ],
         "steps": [[_us(begin - origin), _us(took)] for begin, took in steps],
     }
@@ -141,8 +141,10 @@ def _us(seconds: float) -> float:
 
 
 def _named(log: list[Event], origin: float, geometry: Geometry) -> list[Named]:
-    """Events as (lane, label, start, duration), in seconds from ``origin``. Layers are counted as they compute."""
-    named, layer = [], -1
+    """Events as (lane, label, start, duration), in seconds from ``origin``. Layers are counted as they compute; of
+    transfers that overlap each begins where the one before it ended.
+    """
+    named, layer, ended = [], -1, {STORAGE: origin, LINK: origin}
     for lane, what, of, begin, end in log:
         if lane == UNIT and what == "dense":
             layer = (layer + 1) % geometry.layers
@@ -152,9 +154,11 @@ def _named(log: list[Event], origin: float, geometry: Geometry) -> list[Named]:
             label = f"{what} L{max(layer, 0)}" + (f" x{of}" if of > 1 and what in ("experts", "issue") else "")
         else:
             label = what
-        start = max(begin, origin) - origin
-        if end > start + origin:
-            named.append((lane, label, start, end - origin - start))
+        start = max(begin, ended.get(lane, origin))
+        if end > start:
+            named.append((lane, label, start - origin, end - start))
+        if lane in ended:
+            ended[lane] = max(end, start)
     return named
 
 

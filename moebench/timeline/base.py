@@ -13,8 +13,8 @@ from typing import Any
 DEMAND, PREFETCH = 0, 1
 PARTS = ("compute", "stall", "copy", "decode", "overhead")  # what the loop's time goes to
 COMPUTE, STALL, COPY, DECODE, OVERHEAD = range(len(PARTS))
-LANES = ("compute", "storage", "link", "decoder", "host", "wait")  # where a log puts what happens
-UNIT, STORAGE, LINK, DECODER, HOST, WAIT = range(len(LANES))
+LANES = ("compute", "storage", "link", "decoder", "host", "wait", "host experts")  # where a log puts what happens
+UNIT, STORAGE, LINK, DECODER, HOST, WAIT, ON_HOST = range(len(LANES))
 WAITS = {STALL: "storage", COPY: "link", DECODE: "decoder"}  # what the loop waits for
 LANE_OF = (UNIT, WAIT, WAIT, WAIT, HOST)  # of each part, where the loop spends it
 

@@ -14,7 +14,6 @@ from moebench.residency.places import Places
 from moebench.timeline.base import (
     DECODER,
     DEMAND,
-    HOST,
     LANE_OF,
     OVERHEAD,
     PARTS,
@@ -154,7 +153,7 @@ class ModeledStorage(Timeline):
             self._unmapped.discard(ticket)
             at = self._map_free = max(at, self._map_free) + costs.map_s
             if self.log is not None:
-                self.log.append((HOST, "map", ticket.key, at - costs.map_s, at))
+                self.log.append((DECODER, "map", ticket.key, at - costs.map_s, at))
         ticket.done_s = at
 
     def _serve(self, tickets: list[Ticket]) -> None:

@@ -6,7 +6,7 @@ Deterministic, and byte-identical everywhere.
 from __future__ import annotations
 
 from moebench.residency.places import Places
-from moebench.timeline.base import COMPUTE, COPY, DECODE, DEMAND, HOST, LINK, OVERHEAD, STALL, UNIT, Ticket
+from moebench.timeline.base import COMPUTE, COPY, DECODE, DEMAND, LINK, ON_HOST, OVERHEAD, STALL, UNIT, Ticket
 from moebench.timeline.costs import Costs
 from moebench.timeline.storage import ModeledStorage
 
@@ -144,7 +144,7 @@ class VirtualTimeline(ModeledStorage):
         took = max(count * costs.host_expert_s, rows * costs.host_row_s)
         self._host_free, self._host_busy = max(begin, self._host_free) + took, True
         if self.log is not None:
-            self.log.append((HOST, "experts", count, self._host_free - took, self._host_free))
+            self.log.append((ON_HOST, "experts", count, self._host_free - took, self._host_free))
 
     def join(self) -> None:
         """The layer's sum needs the device's part and the host's, after its trip there and back."""
