@@ -75,7 +75,7 @@ class LocalSuite:
         self.tokenizer, self.vocabulary, self.batch = tokenizer, vocabulary, config.batch
         self.items = load_items("quick", config.limit)
         own = [parity.Text(item["prompt"], item["completion"]) for item in first(self.items, parity.TEXTS)]
-        self.pairs = parity.held_out(config.text, own, tokenizer)
+        self.pairs = parity.held_out(config.text, parity.encode(tokenizer, own), tokenizer)
         self.longest = NEW_TOKENS + max(len(tokenizer(item["prompt"])["input_ids"]) for item in self.items)
         self.longest = max(self.longest, *(len(given) + len(predicted) for given, predicted in self.pairs))
         self.key = digest(self.harness, NEW_TOKENS, self.items, self.pairs, self.batch)

@@ -66,9 +66,9 @@ class Parity:
 Pairs = Sequence[tuple[list[int], list[int]]]  # of each text: ids given, ids to predict
 
 
-def held_out(path: str, own: Sequence[Text], tokenizer: Any) -> list[tuple[list[int], list[int]]]:
+def held_out(path: str, own: Pairs, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
     """The held-out text of a suite: the file ``path``, or without one the suite's own."""
-    found = _read(Path(path).expanduser(), tokenizer) if path else encode(tokenizer, own)
+    found = _read(Path(path).expanduser(), tokenizer) if path else list(own)
     if not found:
         where = f"quality.text={path} has" if path else "the tasks have"
         raise UsageError(f"{where} no text to predict; name one with quality.text=FILE")
