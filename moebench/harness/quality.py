@@ -19,6 +19,7 @@ from moebench.plugins import Registry
 from moebench.quality import native as natives
 from moebench.quality import parity
 from moebench.quality.batches import TOKENS
+from moebench.quality.members import members
 from moebench.quality.native import CHUNK
 from moebench.quality.parity import P99_MINIMUM, Parity
 from moebench.quality.scores import REFERENCE, TaskScores, compare_tasks, mean_delta
@@ -64,7 +65,7 @@ def ask(suite: Suite, asked: Asked, progress: Callable[[str], None]) -> tuple[di
         "tasks": compare_tasks(tasks, native.tasks),
         "text": likeness.block(),
     }
-    return _metrics(tasks, native.tasks, likeness), block
+    return _metrics(suite.name, tasks, native.tasks, likeness), block
 
 
 def _under_system(suite: Suite, asked: Asked, native: natives.Native) -> tuple[dict[str, TaskScores], Parity]:
@@ -87,7 +88,9 @@ def _under_system(suite: Suite, asked: Asked, native: natives.Native) -> tuple[d
     return found[0]
 
 
-def _metrics(system: dict[str, TaskScores], native: dict[str, TaskScores], likeness: Parity) -> dict[str, Metric]:
+def _metrics(
+    suite: str, system: dict[str, TaskScores], native: dict[str, TaskScores], likeness: Parity
+) -> dict[str, Metric]:
     few = f"p99 needs {P99_MINIMUM} tokens, the text had {likeness.tokens}"
     values = {
         "token_agreement": likeness.agreement,
@@ -98,7 +101,7 @@ def _metrics(system: dict[str, TaskScores], native: dict[str, TaskScores], liken
     found = {
         name: metric(name, value, "measured", likeness.tokens, few * (value is None)) for name, value in values.items()
     }
-    delta = mean_delta(system, native)
+    delta = mean_delta(system, native, members(suite, system))
     if delta is None:
         found["quality_delta"] = metric("quality_delta", None, None, 0, "no task of the suite is scored in points")
     else:

@@ -88,16 +88,17 @@ def _compare(name: str, system: TaskScores, native: TaskScores) -> dict[str, Any
 
 
 def mean_delta(
-    system: Mapping[str, TaskScores], native: Mapping[str, TaskScores]
+    system: Mapping[str, TaskScores], native: Mapping[str, TaskScores], members: Mapping[str, Sequence[str]]
 ) -> tuple[float, tuple[float, float], int] | None:
-    """Mean over tasks of the paired difference in points, its interval and the number of items; None where no task is
-    scored in points.
+    """Mean over ``members``, each one task or several whose items count as one's, of the paired difference in points;
+    its interval and the number of items; None where no task is scored in points.
     """
+    member_of = {task: name for name, tasks in members.items() for task in tasks}
     names = [name for name, scores in system.items() if scores.mode != "ppl"]
     if not names:
         return None
     mine = np.concatenate([system[name].scores for name in names])
     other = np.concatenate([native[name].scores for name in names])
-    groups = [name for name in names for _ in system[name].items]
+    groups = [member_of[name] for name in names for _ in system[name].items]
     delta = paired_delta(mine, other, groups)
     return delta.points, delta.ci, delta.n
