@@ -37,6 +37,7 @@ BUILTIN = (
     "moebench.systems.bigmomo",
     "moebench.store.builtin",
 )
+WARNED: set[str] = set()  # lines that were printed; with an empty one, none is
 RESERVED = ("all", "hydra", "systems", "baselines", "workers", *(option.name for option in fields(RunConfig)))
 
 
@@ -111,11 +112,14 @@ class Registry:
             del getattr(self, kind)[name], self.origin[label]
 
 
-def load_plugins() -> Registry:
+def load_plugins(quiet: bool = False) -> Registry:
     """Fill a registry: what ships with moebench, the user's own hardware profiles, then installed plugins.
 
-    ``MOEBENCH_PLUGINS`` names the entry points to load (comma separated; empty for none); unset loads all.
+    ``MOEBENCH_PLUGINS`` names the entry points to load (comma separated; empty for none); unset loads all. What cannot
+    be loaded is said once in a process; ``quiet`` is for one whose parent has said it.
     """
+    if quiet:
+        WARNED.add("")
     registry, manager = Registry(), new_manager()
     for name in BUILTIN:
         _register(registry, manager, importlib.import_module(name), "moebench")
@@ -139,7 +143,9 @@ def load_plugins() -> Registry:
 
 
 def _warn(line: str) -> None:
-    print(f"moebench: warning: {line}", file=sys.stderr)
+    if not WARNED & {line, ""}:
+        print(f"moebench: warning: {line}", file=sys.stderr)
+    WARNED.add(line)
 
 
 def _entry_points() -> list[importlib.metadata.EntryPoint]:

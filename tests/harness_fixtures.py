@@ -25,6 +25,12 @@ MINI = {
     "fixed_state_bytes": 1000,
 }
 SHORT = {"workload.requests": 2, "workload.prompt_tokens": 8, "workload.new_tokens": 24, "warmup_tokens": 4}
+REPLAY = {"model": "mini", "hw": "m4pro", **SHORT}
+WORDS = [f"{key}={value}" for key, value in REPLAY.items()]
+LIVE = {
+    "model": "tinymoe", "quality": "none", "numerics": "fast", "warmup_tokens": 2,
+    "workload.requests": 2, "workload.new_tokens": 6,
+}  # fmt: skip
 PLUGIN = """
 from pathlib import Path
 from moebench.hookspecs import hookimpl
@@ -54,6 +60,7 @@ def plugin(tmp_path, monkeypatch):
     """Installs plugins by name and source for one test, in an empty home; no others are loaded."""
     monkeypatch.setenv("MOEBENCH_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("MOEBENCH_PLUGINS", "")
+    monkeypatch.setattr("moebench.plugins.WARNED", set())
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     made: dict[str, str] = {}
@@ -72,6 +79,25 @@ def mini(plugin, tmp_path):
     """The geometry ``mini``, registered by a plugin, also in processes that a run starts."""
     (tmp_path / "mini.yaml").write_text(yaml.safe_dump(MINI))
     plugin("mini", PLUGIN)
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory):
+    """Packs of the embedded model, made once for all tests of a file."""
+    return tmp_path_factory.mktemp("packs")
+
+
+@pytest.fixture
+def live(mini, packs, tmp_path, monkeypatch):
+    """An empty home that shares its packs with the other tests."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "packs").symlink_to(packs)
+
+
+def error_line(capsys) -> str:
+    """What a command that was used wrongly says."""
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("moebench: error")]
+    return line
 
 
 def make_host(home: Path, **changes) -> Path:

@@ -65,6 +65,7 @@ def install(tmp_path, monkeypatch):
     """Make a module look like an installed distribution with one ``moebench`` entry point."""
     monkeypatch.setenv("MOEBENCH_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("MOEBENCH_PLUGINS", raising=False)
+    monkeypatch.setattr("moebench.plugins.WARNED", set())
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "toaster.yaml").write_text("id: [toaster")
     made = []
@@ -166,6 +167,7 @@ def test_every_builtin_registers_something(monkeypatch, tmp_path):
 def test_a_users_own_profile_is_found_and_cannot_replace_a_shipped_one(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("MOEBENCH_PLUGINS", "")
     monkeypatch.setenv("MOEBENCH_HOME", str(tmp_path))
+    monkeypatch.setattr("moebench.plugins.WARNED", set())
     shipped = load_plugins().hardware["m4pro"]
     folder = tmp_path / "hardware"
     folder.mkdir()

@@ -57,7 +57,7 @@ def _row(cell: Cell, config: RunConfig, number: int, registry: Registry, strict:
 
 def planned(config: RunConfig, number: int, strict: bool, quiet: bool = False) -> Row:
     """The row of the ``number``-th cell of a configuration, in this process; ``quiet`` where others run beside it."""
-    registry = load_plugins()
+    registry = load_plugins(quiet=True)
     return _attempt(plan(config, registry)[number], registry, strict, quiet)
 
 
