@@ -174,10 +174,11 @@ class SystemSpec:
 
     ``config`` is a frozen dataclass type with a default for every field; ``make(config, run)`` builds the plugin
     object; ``fidelity(config)`` is ``exact`` (native routing is executed), ``advisory`` (native, predictions only
-    prefetch) or ``altered`` (other experts run). ``timing_dependent``: decisions depend on when reads finish. ``needs``
-    names artefacts or trace channels; ``baseline`` puts the system into every comparison, and so does ``oracle``, a
-    bound that no real system reaches; ``foresight(config)``: this configuration of another system is given the future
-    too; ``engine`` is the read engine used when none is asked for.
+    prefetch) or ``altered`` (other experts run). ``timing_dependent``: where it alters routing, which experts run
+    depends on what is resident or on when reads finish, so that answers may differ from run to run. ``needs`` names
+    artefacts or trace channels; ``baseline`` puts the system into every comparison, and so does ``oracle``, a bound
+    that no real system reaches; ``foresight(config)``: this configuration of another system is given the future too;
+    ``engine`` is the read engine used when none is asked for.
     ``equip(config, target)`` returns what the system brings (default: nothing), or raises what a user can mend;
     ``published`` are figures to stand beside the rows, ``prepare`` makes the artefacts. ``ladder(config, target)``: the
     way from a configuration that alters nothing to ``config``, one change at a time; its first rung needs no words, it

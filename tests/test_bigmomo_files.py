@@ -26,8 +26,8 @@ RIGHT = np.array([[60, 30], [70, 50]])
 
 def counted(**changes):
     """Acceptance of a model that does not exist."""
-    return Counted(**{"model": "small", "weights_hash": "m", "draft": "d", "draft_hash": "h", "places": 100,
-                      "right": RIGHT.astype(np.int64), "provenance": {"seed": 1}, **changes})  # fmt: skip
+    return Counted(**{"model": "small", "weights_hash": "m", "top_k": GEOMETRY.top_k, "draft": "d",
+                      "draft_hash": "h", "places": 100, "right": RIGHT.astype(np.int64), "provenance": {"seed": 1}, **changes})  # fmt: skip
 
 
 def test_a_file_says_what_was_counted_and_is_found_by_both_hashes(tmp_path, monkeypatch):
@@ -44,6 +44,8 @@ def test_a_file_says_what_was_counted_and_is_found_by_both_hashes(tmp_path, monk
             find(other, draft)
         with pytest.raises(UsageError, match="count it: moebench prepare"):
             check(back, other, draft)
+    with pytest.raises(UsageError, match=f"model has K {GEOMETRY.top_k}; this run's has 1"):
+        check(back, replace(target, geometry=replace(GEOMETRY, top_k=1)), "h")
     with pytest.raises(UsageError, match="to depth 2 and branching 2, not to 3 and 1"):
         back.by_depth(3, 1)
 

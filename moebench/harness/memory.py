@@ -133,7 +133,8 @@ def make_tiers(geometry: Geometry, slot_bytes: int, sizes: Sizes, scope: str, re
     ):
         if not slots:
             continue
-        arena = aligned_buffer(slots * slot_bytes).reshape(slots, slot_bytes) if real else None
+        held = slots - slots % (geometry.layers if by == "per_layer" else 1)  # layers own equal parts
+        arena = aligned_buffer(held * slot_bytes).reshape(held, slot_bytes) if real else None
         tier = Tier(name, slots, slot_bytes, geometry.layers, geometry.experts, by, arena)
         ledger.book(category, tier.capacity_bytes)
         tiers.append(tier)

@@ -1,4 +1,4 @@
-"""Runs a system live on the embedded model: on poisoned memory, under an audit, in any arrangement, within a time limit.
+"""Runs a system live on the embedded model: on poisoned memory, under an audit, in any arrangement, in limited time.
 
 Loads the model once. Knows sessions and packs; knows no system and decides nothing.
 """
@@ -32,7 +32,7 @@ from moebench.systemspec import Equipment, Target
 from moebench.testing.audit import POISON, Audit
 from moebench.testing.subject import Subject
 
-PROMPT, TOKENS, CHUNK = 20, 8, 8  # tokens: of a prompt, of an answer, of a pass over a prompt
+PROMPT, TOKENS, CHUNK = 12, 8, 8  # tokens: of a prompt, of an answer, of a pass over a prompt
 FOLDER = Path(str(resources.files("moebench.models.tinymoe")))
 
 
@@ -91,9 +91,11 @@ class Lab:
         self.geometry, self.truth = self.models["none"].geometry, contents(self.models["none"].pack)
         texts = read_prompts(FOLDER / "tasks" / "prompts.jsonl", 2, 0)
         tokenizer = self.models["none"].tokenizer
-        self.prompts = [tokenizer(text)["input_ids"][: PROMPT - 7 * i] for i, text in enumerate(texts)]
-        self._kept: dict[tuple[Subject, Arrangement], Run] = {}
+        self.prompts = [tokenizer(text)["input_ids"][: PROMPT - 5 * i] for i, text in enumerate(texts)]
+        self.kept: dict[tuple[Subject, Arrangement], Run] = {}
         self._least: dict[Subject, str] = {}
+        self._plans: dict[tuple[Any, ...], Cell] = {}
+        self._equipped: dict[tuple[Subject, str], tuple[Equipment, Any]] = {}
         spec = self.registry.system("resident")
         self._resident = Subject(spec, spec.config(), "moebench")
 
@@ -105,9 +107,9 @@ class Lab:
 
     def run(self, subject: Subject, how: Arrangement) -> Run:
         """A live run, made once for each arrangement; raises ``UsageError`` where the system refuses it."""
-        if (subject, how) not in self._kept:
-            self._kept[subject, how] = self.fresh(subject, how)
-        return self._kept[subject, how]
+        if (subject, how) not in self.kept:
+            self.kept[subject, how] = self.fresh(subject, how)
+        return self.kept[subject, how]
 
     def fresh(self, subject: Subject, how: Arrangement, audit: Audit | None = None, *observers: object) -> Run:
         """The same anew, whatever ran before."""
@@ -119,85 +121,86 @@ class Lab:
         return self.run(self._resident, REFERENCE)
 
     def _run(self, subject: Subject, how: Arrangement, audit: Audit, observers: Sequence[object]) -> Run:
-        model, backend = self.models[how.codec], self.backends[how.codec]
-        cell = self.cell(subject, how)
-        equipment = subject.spec.equip(subject.knobs, self.target(how.codec))
-        backend.adapt(equipment.adapters)
-        model = with_drafter(model, backend, equipment.draft)
-        open_ = partial(self._open, model=model, backend=backend, equipment=equipment, how=how)
-        future = None
+        cell, future = self.cell(subject, how), None
         if subject.foresees:
             log = DemandLog()
-            first = open_(replace(cell, spec=RECORDING), observers=[log])
+            first = self._open(subject, replace(cell, spec=RECORDING), how, [log])
             try:
-                self._answers(backend, first, how)
+                self._answers(first, how)
             finally:
                 first.close()
             future = log.demands
-        session = open_(cell, observers=[*observers, audit], future=future)
+        session = self._open(subject, cell, how, [*observers, audit], future)
         try:
-            audit.attach(session, backend.ops)
-            answers = self._answers(backend, session, how)
+            audit.attach(session, self.backends[how.codec].ops)
+            answers = self._answers(session, how)
             audit.finish()
             return Run(answers, audit, session, session.hooks.report())
         finally:
             session.close()
 
+    def planned(self, subject: Subject, **options: Any) -> Cell:
+        """The cell of a configuration, refused as ``moebench run`` would refuse it."""
+        key = (subject, *options.items())
+        if key not in self._plans:
+            self._plans[key] = plan(subject.config(chunk=CHUNK, **options), self.registry)[0]
+        return self._plans[key]
+
     def cell(self, subject: Subject, how: Arrangement) -> Cell:
-        """The cell of an arrangement, refused as ``moebench run`` would refuse it."""
+        """The cell of an arrangement."""
+        cell = self.planned(subject, codec=how.codec, device_budget=how.device_budget)
+        workload = replace(cell.config.workload, batch=max(map(len, how.batches)))
         budget = self.least(subject) if how.budget == "least" else how.budget
-        config = subject.config(
-            batch=max(map(len, how.batches)), budget=budget, codec=how.codec, device_budget=how.device_budget,
-            chunk=CHUNK,
-        )  # fmt: skip
-        cell = plan(config, self.registry)[0]
-        return replace(cell, clock=how.clock, engine=subject.spec.engine or how.engine)
+        config = replace(cell.config, budget=budget, workload=workload)
+        return replace(cell, config=config, clock=how.clock, engine=subject.spec.engine or how.engine)
+
+    def equipped(self, subject: Subject, codec: str) -> tuple[Equipment, Any]:
+        """What the system brings to the model, and the model with its drafter; once, as for all sessions of a cell."""
+        if (subject, codec) not in self._equipped:
+            equipment = subject.spec.equip(subject.knobs, self.target(codec))
+            model = with_drafter(self.models[codec], self.backends[codec], equipment.draft)
+            self._equipped[subject, codec] = equipment, model
+        return self._equipped[subject, codec]
 
     def start(self, subject: Subject, how: Arrangement) -> None:
         """Set a run up and leave it: raises what it would raise before its first request."""
-        model, backend = self.models[how.codec], self.backends[how.codec]
-        cell = self.cell(subject, how)
-        equipment = subject.spec.equip(subject.knobs, self.target(how.codec))
-        model = with_drafter(model, backend, equipment.draft)
-        future: Any = [] if subject.foresees else None
-        self._open(cell, model=model, backend=backend, equipment=equipment, how=how, future=future).close()
+        self._open(subject, self.cell(subject, how), how, future=[] if subject.foresees else None).close()
 
     def least(self, subject: Subject) -> str:
         """The smallest budget under which the system starts: found by trying, to one slot."""
         if subject not in self._least:
             pack = self.models["none"].pack
-
-            def starts(slots: int) -> bool:
-                try:
-                    self.start(subject, Arrangement("least", budget=f"{slots * pack.slot_bytes}B"))
-                except UsageError:
-                    return False
-                return True
-
             low, high = 0, pack.keys + 64  # refused, and surely enough beside any staging
             while high - low > 1:
                 middle = (low + high) // 2
-                low, high = (low, middle) if starts(middle) else (middle, high)
+                try:
+                    self.start(subject, Arrangement("least", budget=f"{middle * pack.slot_bytes}B"))
+                except UsageError:
+                    low = middle
+                else:
+                    high = middle
             self._least[subject] = f"{high * pack.slot_bytes}B"
         return self._least[subject]
 
     def _open(
-        self, cell: Cell, *, model: Any, backend: Any, equipment: Equipment, how: Arrangement, future: Any = None,
-        observers: Sequence[object] = (),
-    ) -> Session:  # fmt: skip
+        self, subject: Subject, cell: Cell, how: Arrangement, observers: Sequence[object] = (), future: Any = None
+    ) -> Session:
+        backend = self.backends[how.codec]
+        equipment, model = self.equipped(subject, how.codec)
+        backend.adapt(equipment.adapters)
         engines: Any = self.registry
         if how.faults:
             wrapped = partial(self.registry.engine("faulty"), inner=cell.engine, **dict(how.faults))
             engines = SimpleNamespace(engine=lambda name: wrapped)
         return open_session(
             cell, model.geometry, engines, pack=model.pack, dense_bytes=backend.dense_bytes, dense_bits=16.0,
-            kv_bytes=backend.kv_bytes, future=future, observers=observers,
-            batch=cell.config.workload.batch, context=PROMPT + TOKENS, longest_prompt=PROMPT, equipment=equipment,
-            ops=backend.ops, drafter=model.drafter,
+            kv_bytes=backend.kv_bytes, future=future, observers=observers, batch=cell.config.workload.batch,
+            context=PROMPT + TOKENS, longest_prompt=PROMPT, equipment=equipment, ops=backend.ops,
+            drafter=model.drafter,
         )  # fmt: skip
 
-    def _answers(self, backend: Any, session: Session, how: Arrangement) -> dict[tuple[int, int], Answer]:
-        loop, found = Loop(backend, session.experts, CHUNK), {}
+    def _answers(self, session: Session, how: Arrangement) -> dict[tuple[int, int], Answer]:
+        loop, found = Loop(self.backends[how.codec], session.experts, CHUNK), {}
         for number, batch in enumerate(how.batches):
             out = loop.generate([self.prompts[i] for i in batch], TOKENS, keep_logits=True)
             for row, prompt in enumerate(batch):

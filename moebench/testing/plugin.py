@@ -1,4 +1,4 @@
-"""The pytest plugin: options of the suite, its fixtures and what it says at the end. Imports moebench when it is used."""
+"""The pytest plugin: options of the suite, its fixtures and what it says at the end. Imports moebench when used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces for the suite, and replays of them: recorded with the system under test, made uniform, made to part at a token.
+"""Traces for the suite, and replays of them: recorded with the system, made uniform, made to part at a token.
 
 A recorded trace holds what the system predicted or drafted, so that its replay makes up nothing. Knows no system.
 """
@@ -14,13 +14,13 @@ import numpy as np
 from moebench.engine.loop import replay as walk
 from moebench.harness.cell import demands
 from moebench.harness.matrices import by_matrix
-from moebench.harness.plan import Cell, plan
+from moebench.harness.plan import EMBEDDED, Cell
 from moebench.harness.session import open_session
 from moebench.hookspecs import hookimpl
 from moebench.step import ABSENT, DECODE, PREFILL, Step
 from moebench.systemspec import Target
 from moebench.testing.audit import Audit
-from moebench.testing.lab import CHUNK, Arrangement, Lab, Run, deadline
+from moebench.testing.lab import Arrangement, Lab, Run, deadline
 from moebench.testing.subject import HW, Subject
 from moebench.trace.format import Trace
 from moebench.trace.record import Recorder
@@ -120,11 +120,12 @@ def middle(trace: Trace) -> tuple[int, Callable[[Step], bool]]:
     return row, reached
 
 
-def replay_cell(lab: Lab, subject: Subject, hw: str = HW, **options: Any) -> Cell:
+def replay_cell(lab: Lab, subject: Subject, hw: str = HW, batch: int = 1, **options: Any) -> Cell:
     """A replay on a modeled machine, refused as ``moebench run`` would refuse it."""
-    config = subject.config(hw=hw, chunk=CHUNK, **{"budget": "0.35", **options})
-    planned = plan(replace(config, model=ANY_GEOMETRY), lab.registry)[0]
-    return replace(planned, config=replace(planned.config, model="tinymoe"), geometry=lab.geometry)
+    cell = lab.planned(subject, hw=hw, model=ANY_GEOMETRY)
+    workload = replace(cell.config.workload, batch=batch)
+    config = replace(cell.config, **{"budget": "0.35", "model": EMBEDDED, "workload": workload, **options})
+    return replace(cell, config=config, geometry=lab.geometry)
 
 
 def replay(lab: Lab, subject: Subject, trace: Trace, audit: Audit, **options: Any) -> Run:

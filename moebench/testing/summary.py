@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import import_module, resources
-from typing import Any
 
+from moebench.testing.lab import Lab
 from moebench.testing.subject import Subject
 
 
-def overhead(lab: Any, subject: Subject) -> Iterator[str]:
-    """Calls and microseconds per token of each hook of one system, on the live model."""
-    yield from ()
+def overhead(lab: Lab | None, subject: Subject) -> Iterator[str]:
+    """Calls of a system's hooks and what they take, per token of one sequence on the live model, from the first run."""
+    run = None if lab is None else next((run for (whose, _), run in lab.kept.items() if whose is subject), None)
+    if run is None:
+        return
+    seconds, calls = run.session.hooks.spent
+    tokens = sum(record.step.emits for record in run.audit.records)
+    yield f"{subject.name}: {calls / tokens:.0f} hook calls and {seconds / tokens * 1e6:.0f} us per token"
 
 
 def advice(subject: Subject) -> Iterator[str]:
@@ -19,8 +24,9 @@ def advice(subject: Subject) -> Iterator[str]:
     spec = subject.spec
     if not spec.summary:
         yield f"{subject.name}: no summary, which 'moebench list' shows"
-    if not spec.paper and spec.needs:
+    if spec.needs and not spec.paper:
         yield f"{subject.name}: no paper or other source named"
     package = import_module(spec.make.__module__).__package__
-    if package and not any(item.name.lower().startswith("readme") for item in resources.files(package).iterdir()):
-        yield f"{subject.name}: no README beside {package}"
+    own = bool(spec.paper) or subject.origin != "moebench"  # a classic cache needs no page
+    if own and package and not any(p.name.lower().startswith("readme") for p in resources.files(package).iterdir()):
+        yield f"{subject.name}: no README in {package}"

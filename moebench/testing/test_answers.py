@@ -76,7 +76,7 @@ def check_same(found: Answer, wanted: Answer, where: str) -> None:
 def one_line(error: Exception) -> str:
     """The error's text, which is one line."""
     text = str(error)
-    assert text.strip() and "\n" not in text, f"an error of {text.count(chr(10)) + 1} lines: {text}"
+    assert len(text.splitlines()) == 1, f"an error of {len(text.splitlines())} lines: {text}"
     return text
 
 

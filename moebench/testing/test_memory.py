@@ -68,16 +68,18 @@ def test_the_cap_on_memory_holds(lab: Lab, subject: Subject, trace: Trace) -> No
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_what_was_read_is_what_was_asked_for(lab: Lab, subject: Subject, trace: Trace, batch: int) -> None:
-    """Per pass, experts read are its demand and prefetch reads, and bytes read those of its record: a joined read counts
-    once, a cancelled one not at all. A plugin must not write into records; reads come from what its hooks return.
+    """Experts read are the demand and prefetch reads of the records, and bytes read theirs: a joined read counts once,
+    a cancelled one not at all. A plugin must not write into records; reads come from what its hooks return.
     """
     audit = Audit()
     run = replay(lab, subject, trace, audit, budget="0.3", batch=batch)
+    stored = run.session.timeline.storage_bytes - audit.first_bytes
     asked = sum(r.demand_reads + r.prefetch_reads - r.cancelled for r in audit.records)
     assert asked == audit.keys_read, f"records say {asked} reads, {audit.keys_read} were made"
     booked = sum(r.read_bytes for r in audit.records)
     assert booked == audit.bytes_read, f"records say {booked} bytes, {audit.bytes_read} were read"
-    assert run.session.timeline.storage_bytes == audit.first_bytes + audit.bytes_read
+    cached = subject.spec.engine is not None  # its engine may read through the page cache
+    assert stored == booked or (cached and stored < booked), f"storage delivered {stored} bytes, records say {booked}"
     for record in audit.records:
         for requests, hits, late in zip(record.requests, record.hits, record.late, strict=True):
             assert 0 <= hits + late <= requests, f"pass {record.step.index}: {hits} hits, {late} late of {requests}"

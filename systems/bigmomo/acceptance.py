@@ -21,7 +21,7 @@ from moebench.store.pack import file_hash
 from moebench.systemspec import Target
 
 FILE = "acceptance.safetensors"
-FIELDS = ("model", "weights_hash", "draft", "draft_hash", "places")
+FIELDS = ("model", "weights_hash", "top_k", "draft", "draft_hash", "places")
 NEEDS = (*FIELDS, "branching", "depth", "provenance")
 LOOKUP = "lookup"
 # 69 % of the tokens of drafts of two accepted (Qwen3.6-35B-A3B on a phone of 12 GB): (p + p^2) / 2 = 0.69
@@ -36,11 +36,13 @@ LEVEL_SOURCE = (
 @dataclass(frozen=True, eq=False)
 class Counted:
     """At ``places`` of a model's own text: ``right[b - 1, d - 1]`` (int64 [B, D]) of the drafts with b continuations of
-    each node had their first d levels right. ``draft`` is a name, ``draft_hash`` of its weights, or ``lookup``.
+    each node had their first d levels right. The model ran ``top_k`` experts a token; ``draft`` is a name,
+    ``draft_hash`` of its weights, or ``lookup``.
     """
 
     model: str
     weights_hash: str
+    top_k: int
     draft: str
     draft_hash: str
     places: int
@@ -85,13 +87,17 @@ def load(folder: Path) -> Counted:
 
 
 def check(counted: Counted, target: Target, draft_hash: str) -> None:
-    """Refuse what was counted for other weights, of the model or of the draft."""
-    pairs = {"model": (counted.weights_hash, target.weights_hash), "draft": (counted.draft_hash, draft_hash)}
+    """Refuse what was counted for other weights, of the model or of the draft, or with another number of experts."""
+    pairs = {
+        "model has weights": (counted.weights_hash, target.weights_hash),
+        "model has K": (counted.top_k, target.geometry.top_k),
+        "draft has weights": (counted.draft_hash, draft_hash),
+    }
     for what, (ours, theirs) in pairs.items():
         if ours != theirs:
             raise UsageError(
-                f"bigmomo: acceptance was counted for {counted.model} with draft {counted.draft}, whose {what} has "
-                f"weights {ours}; this run's has {theirs}; count it: {command(target, draft_hash)}"
+                f"bigmomo: acceptance was counted for {counted.model} with draft {counted.draft}, whose {what} "
+                f"{ours}; this run's has {theirs}; count it: {command(target, draft_hash)}"
             )
 
 

@@ -117,7 +117,8 @@ def _fit(options: PrepareOptions, folder: Path, name: str, out: Path, progress: 
     draft = LOOKUP if chosen is None else chosen.resolve().name
     draft_hash = LOOKUP if chosen is None else draft_hash_of(chosen)
     counted = Counted(
-        name, folder_hash(folder), draft, draft_hash, places, right, _provenance(options, len(prompts))
+        name, folder_hash(folder), live.geometry.top_k, draft, draft_hash, places, right,
+        _provenance(options, len(prompts)),
     )  # fmt: skip
     return save(counted, out / f"{name}-{draft}")
 

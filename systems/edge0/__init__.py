@@ -198,7 +198,6 @@ def register_systems(register):
             paper=PAPER,
             config=Edge0Config,
             fidelity=lambda config: "altered",
-            timing_dependent=True,
             needs=("trained heads and adapters (live), a predicted channel or a surrogate (replay)",),
             equip=equip,
             published=PUBLISHED,

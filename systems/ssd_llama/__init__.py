@@ -178,7 +178,6 @@ def register_systems(register):
             make=SsdLlama,
             paper=PAPER,
             config=SsdLlamaConfig,
-            timing_dependent=True,
             handling=handling,
             whole_prompt=True,
             published=PUBLISHED,
