@@ -186,5 +186,8 @@ def _notes(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
     lines += ["- elsewhere in a published row: the publication does not report it"] * bool(published)
     lines += list(sources)
     lines += [f"failed {row.system}, {row.model}: {row.error}" for row in rows if row.status == "failed"]
+    if taken := {(row.system, row.model): us for row in rows if (us := row.volatile.get("hook_us_per_token"))}:
+        said = ", ".join(f"{system}, {model} {number(us)}" for (system, model), us in taken.items())
+        lines.append(f"hooks and policy, us/token on this machine: {said}")
     lines += list(dict.fromkeys(assumption for row in rows for assumption in row.assumptions))
     return lines
