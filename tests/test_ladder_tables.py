@@ -42,7 +42,7 @@ def ladders(draw):
 
 
 @given(ladders())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_steps_add_up_to_the_difference_to_the_unmodified_model_on_every_way(ladder):
     for position, rung in enumerate(ladder.rungs):
         below = 0.0 if rung.after is None else ladder.total(rung.after).delta.points
@@ -50,7 +50,7 @@ def test_steps_add_up_to_the_difference_to_the_unmodified_model_on_every_way(lad
 
 
 @given(ladders())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_a_difference_is_that_of_the_means_over_tasks_and_counts_all_items(ladder):
     entries = data(ladder)
     for position, entry in enumerate(entries):
@@ -63,7 +63,7 @@ def test_a_difference_is_that_of_the_means_over_tasks_and_counts_all_items(ladde
 
 
 @given(st.lists(st.tuples(RIGHT, RIGHT, RIGHT), min_size=1, max_size=12), st.integers(1, 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_what_is_paid_back_is_a_share_of_the_loss(items, groups):
     lossy, repaired, reference = map(list, zip(*items, strict=True))
     names = [str(number % groups) for number in range(len(items))]

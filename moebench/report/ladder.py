@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from moebench.quality.members import members
 from moebench.quality.paired import Delta, Share, exact_p, paid_back, paired_delta
 from moebench.report.plain import Plain
 from moebench.report.summary import p_text
@@ -209,9 +210,13 @@ def _metric(row: Row, name: str) -> str:
 
 
 def _scores(row: Row, of: str = "scores") -> dict[str, list[float]]:
-    """Shares of the full mark, 0 to 1, by task; empty for a row that has none. Perplexities are left out."""
-    tasks = row.quality.get("tasks", {})
-    return {name: [score / 100 for score in task[of]] for name, task in tasks.items() if task["mode"] != "ppl"}
+    """Shares of the full mark, 0 to 1, by dataset, a group of tasks as one; empty for a row that has none. Perplexities
+    are left out.
+    """
+    tasks = {name: task for name, task in row.quality.get("tasks", {}).items() if task["mode"] != "ppl"}
+    parts = members(row.quality.get("suite", ""), tasks)
+    found = {name: [score / 100 for task in own for score in tasks[task][of]] for name, own in parts.items()}
+    return {name: scores for name, scores in found.items() if scores}
 
 
 def _groups(arm: Mapping[str, list[float]], tasks: Sequence[str]) -> list[str]:

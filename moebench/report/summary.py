@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moebench.quality import local
+from moebench.quality.members import members
 from moebench.quality.paired import exact_p, paired_delta
 from moebench.report.groups import newest, options
 from moebench.report.plain import Plain
@@ -21,7 +21,6 @@ from moebench.result import Row
 AVERAGE = "average"
 KEYS = ("dataset", "version", "metric", "mode")
 DELTAS = ("delta", "low", "high", "n", "p")
-MEMBERS = dict.fromkeys(local.ITEMS, local.TASKS)  # a suite not listed here has the tasks that its rows have
 
 
 @dataclass(frozen=True, order=True)
@@ -141,43 +140,63 @@ def _columns(rows: Sequence[Row]) -> list[Column]:
 
 def _column(label: str, row: Row, rows: Sequence[Row]) -> Column:
     """The scores of one row, and the average over its suite where no member is missing."""
-    suite, tasks = row.quality.get("suite", ""), row.quality.get("tasks", {})
+    if not row.quality:
+        return Column(label, row, {})
+    suite = row.quality["suite"]
+    valued = {name: task for name, task in row.quality["tasks"].items() if task.get("value") is not None}
     known = {name for other in rows if other.quality.get("suite") == suite for name in other.quality["tasks"]}
-    members = MEMBERS.get(suite) or tuple(sorted(known))
-    order = {name: place for place, name in enumerate(dict.fromkeys([*members, *sorted(tasks)]))}
-    scores: dict[Key, Score] = {}
-    missing = []
-    for name, task in tasks.items():
-        if task.get("value") is None:
-            missing.append(f"{label}, {name}: {task.get('reason', 'no value')}")
-            continue
-        key = Key(suite, order[name], name, task["version"], task["metric"], task["mode"])
-        pair = (float(task["ci"][0]), float(task["ci"][1]))
-        numbers = (task["value"], task["reference"], task["delta"], pair, task["n"], task["p"])
-        scores[key] = Score(*numbers, task["gained"], task["lost"])
-    of = {key.dataset: key for key in scores}
-    absent = [name for name in members if name not in of]
-    if absent and tasks:
+    of = members(suite, known)
+    order = [name for member, parts in of.items() for name in (*parts, member)]
+    order = list(dict.fromkeys([*order, *sorted(valued)]))
+    missing = [
+        f"{label}, {name}: {task.get('reason', 'no value')}"
+        for name, task in row.quality["tasks"].items() if name not in valued
+    ]  # fmt: skip
+    scores = {_key(suite, order.index(name), name, [task]): _score(task) for name, task in valued.items()}
+    whole: list[list[Mapping[str, Any]]] = []
+    for member, parts in of.items():
+        if parts and all(name in valued for name in parts):
+            whole.append([valued[name] for name in parts])
+            if len(parts) > 1:
+                scores[_key(suite, order.index(member), member, whole[-1], "mean of items")] = average([whole[-1]])
+    absent = [member for member, parts in of.items() if not parts or not all(name in valued for name in parts)]
+    if absent:
         missing.append(f"no average of {suite} for {label}: it lacks {', '.join(absent)}")
-    elif any(of[name].mode == "ppl" for name in members):
+    elif any(task["mode"] == "ppl" for task in valued.values()):
         missing.append(f"no average of {suite} for {label}: it holds perplexities")
-    elif len(members) > 1:
-        parts = repr([of[name].cells for name in members])
-        modes = {of[name].mode for name in members}
-        mode = modes.pop() if len(modes) == 1 else "mixed"
-        version = hashlib.sha256(parts.encode()).hexdigest()[:6]
-        key = Key(suite, len(order), f"{AVERAGE} of {suite}", version, "naive_average", mode)
-        scores[key] = average([tasks[name] for name in members])
+    elif len(whole) > 1:
+        tasks = [task for parts in whole for task in parts]
+        key = _key(suite, len(order), f"{AVERAGE} of {suite}", tasks, "naive_average")
+        scores[key] = average(whole)
     return Column(label, row, scores, tuple(missing))
 
 
-def average(tasks: Sequence[Mapping[str, Any]]) -> Score:
-    """The mean over tasks, each counting the same, with items resampled within their task; p over all items."""
-    system, reference = ([s / 100 for task in tasks for s in task[of]] for of in ("scores", "reference_scores"))
-    delta = paired_delta(system, reference, [str(n) for n, task in enumerate(tasks) for _ in task["scores"]])
-    gained = sum(a > b for a, b in zip(system, reference, strict=True))
-    lost = sum(a < b for a, b in zip(system, reference, strict=True))
-    value, base = (sum(task[name] for task in tasks) / len(tasks) for name in ("value", "reference"))
+def _key(suite: str, place: int, name: str, tasks: Sequence[Mapping[str, Any]], metric: str = "") -> Key:
+    """The line of a task, or by ``metric`` of several: their version is a hash of all that tells their lines apart."""
+    modes = {task["mode"] for task in tasks}
+    mode = modes.pop() if len(modes) == 1 else "mixed"
+    if not metric:
+        return Key(suite, place, name, tasks[0]["version"], tasks[0]["metric"], mode)
+    parts = repr([(task["version"], task["metric"], task["mode"]) for task in tasks])
+    return Key(suite, place, name, hashlib.sha256(parts.encode()).hexdigest()[:6], metric, mode)
+
+
+def _score(task: Mapping[str, Any]) -> Score:
+    low, high = task["ci"]
+    numbers = (task["value"], task["reference"], task["delta"], (low, high), task["n"], task["p"])
+    return Score(*numbers, task["gained"], task["lost"])
+
+
+def average(members: Sequence[Sequence[Mapping[str, Any]]]) -> Score:
+    """The mean over members, each counting the same; items of one member's tasks count as one task's. Items are
+    resampled within their member; p is over all items.
+    """
+    names = ("scores", "reference_scores")
+    arms = [[[s / 100 for task in tasks for s in task[of]] for tasks in members] for of in names]
+    system, reference = ([score for scores in arm for score in scores] for arm in arms)
+    delta = paired_delta(system, reference, [str(n) for n, scores in enumerate(arms[0]) for _ in scores])
+    gained, lost = (sum(sign * (a - b) > 0 for a, b in zip(system, reference, strict=True)) for sign in (1, -1))
+    value, base = (100 * sum(sum(scores) / len(scores) for scores in arm) / len(arm) for arm in arms)
     return Score(value, base, delta.points, delta.ci, delta.n, exact_p(gained, lost), gained, lost)
 
 
