@@ -130,8 +130,6 @@ class RunConfig:
             raise UsageError("order=TRACE has an effect with layout=ordered only")
         if self.codec != "none" and self.layout not in ("packed", "ordered"):
             raise UsageError(f"codec={self.codec} codes whole experts: it needs layout=packed or ordered")
-        if self.codec != "none" and self.layout not in ("packed", "ordered"):
-            raise UsageError(f"codec={self.codec} stores whole experts: layout=packed or ordered, not {self.layout}")
         if self.memory is not None:
             parse_bytes(self.memory, "memory")
         if self.warmup_tokens > self.workload.new_tokens - 2 and self.workload.kind != "trace":
