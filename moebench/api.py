@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -45,7 +46,10 @@ def compare(systems: str | Sequence[str], baselines: bool = True, **options: Any
     names = systems.split(",") if isinstance(systems, str) else systems
     chosen = command.CompareOptions(systems=tuple(names), baselines=baselines)
     configs = command.plan(chosen, _words(options), registry)
-    return frame([row for config in configs for row in harness.run(config, strict=False)])
+    arms = harness.arms(configs, registry)
+    with closing(harness.run_arms(arms)) as coming:
+        found = dict(coming)
+    return frame([row for at in range(len(arms)) for row in found[at]])
 
 
 def frame(rows: Sequence[Row]) -> pandas.DataFrame:

@@ -42,7 +42,15 @@ def ran(monkeypatch, tmp_path):
         failed = {"status": "failed", "error": "boom"} if lost else {}
         return [make_row(system=config.system, config=config.resolved(), **failed)]
 
+    def run_arms(arms, workers=0):
+        for at, arm in enumerate(arms):
+            if arm.number == 0:
+                yield at, run(arm.config)
+            else:
+                yield at, []
+
     monkeypatch.setattr(harness, "run", run)
+    monkeypatch.setattr(harness, "run_arms", run_arms)
     return configs
 
 

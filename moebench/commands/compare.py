@@ -1,19 +1,25 @@
-"""``moebench compare systems=a,b``: the same cell for several systems, beside baselines and oracles."""
+"""``moebench compare systems=a,b``: the same cells for several systems, beside baselines and oracles."""
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
+from moebench import result
 from moebench.commands import compose
 from moebench.commands.places import writable_folder
-from moebench.commands.run import finish, run_cell
 from moebench.commands.words import describe, parse
 from moebench.config import RunConfig, option
 from moebench.errors import UsageError, unknown
 from moebench.harness.plan import plan as cells
 from moebench.plugins import Registry, load_plugins
+from moebench.result import Row
+
+INTERRUPTED = 130  # as a shell says it of a command that Ctrl-C ended
 
 
 @dataclass(frozen=True)
@@ -23,26 +29,88 @@ class CompareOptions:
     systems: tuple[str, ...] = option(
         (), "systems to compare, or all; a system's own options are written ID.NAME=VALUE"
     )
-    baselines: bool = option(True, "add the floor, the baselines and the oracles")
+    baselines: bool = option(True, "add the floor, the baselines, the oracle and the ceiling")
+    workers: int = option(
+        0, "modeled cells that run at the same time; 0: as many as processors and memory allow. Measured ones never do"
+    )
+
+    def __post_init__(self) -> None:
+        if self.workers < 0:
+            raise UsageError(f"compare: workers must be at least 0, got {self.workers}")
+
+
+OWN = ("systems", "baselines", "workers")
 
 
 def main(words: Sequence[str]) -> int:
-    """Run all cells one after another and print one table; the systems that were named decide the exit code."""
-    own = [word for word in words if word.partition("=")[0] in ("systems", "baselines", "-h", "--help")]
+    """Run all cells and print a table for each model; the systems that were named decide the exit code."""
+    own = [word for word in words if word.partition("=")[0] in OWN]
+    registry = load_plugins()
     if any(word in ("-h", "--help") for word in words):
-        print(describe(CompareOptions, "compare") + describe(RunConfig, "run", defaults=compose.defaults()), end="")
+        print(_help(own, registry), end="")
         return 0
     options = parse(own, CompareOptions, "compare")
     assert options is not None  # help was handled above
-    registry = load_plugins()
     compose.register_groups(registry)
     configs = plan(options, [word for word in words if word not in own], registry)
     writable_folder(configs[0].out)
-    rows = []
-    for number, config in enumerate(configs, 1):
-        print(f"{config.system} ({number} of {len(configs)})", file=sys.stderr)
-        rows += run_cell(config, strict=False)
-    return finish(rows, named(options, registry))
+    rows, missing = _run(configs, options.workers, registry)
+    return _finish(rows, missing, named(options, registry), registry)
+
+
+def _run(configs: Sequence[RunConfig], workers: int, registry: Registry) -> tuple[list[Row], list[str]]:
+    """All rows in the order of ``configs``, each written when it comes; and the cells that Ctrl-C left out."""
+    from moebench import harness
+
+    arms = harness.arms(configs, registry)
+    done: dict[int, list[Row]] = {}
+    with _stopped_alike():
+        try:
+            with closing(harness.run_arms(arms, workers)) as coming:
+                for at, rows in coming:
+                    done[at] = rows
+                    for row in [row for row in rows if row.workload["kind"] != "published"]:  # nobody ran that one here
+                        path = result.write(row, Path(arms[at].config.out))
+                        print(f"{len(done)} of {len(arms)}: {arms[at].name}, wrote {path}", file=sys.stderr)
+        except KeyboardInterrupt:
+            pass
+    return [row for at in sorted(done) for row in done[at]], [a.name for n, a in enumerate(arms) if n not in done]
+
+
+@contextmanager
+def _stopped_alike() -> Iterator[None]:
+    """Inside, being asked to end (SIGTERM) is what Ctrl-C is."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _finish(rows: Sequence[Row], missing: Sequence[str], asked: Sequence[str], registry: Registry) -> int:
+    from moebench.report.comparison import print_comparison
+
+    print_comparison(rows, {name: registry.role(name) for name in registry.systems}, sys.stdout)
+    if missing:
+        print(f"stopped: {len(missing)} not run: {', '.join(missing)}")
+    print(result.stdout_document(rows))
+    failed = any(row.status == "failed" and row.system in asked for row in rows)
+    return INTERRUPTED if missing else int(failed)
+
+
+def _help(own: Sequence[str], registry: Registry) -> str:
+    """One page: what compare adds, what each run takes, and the options of the systems that are named."""
+    parts = [describe(CompareOptions, "compare"), "options of every run:\n"]
+    parts.append(describe(RunConfig, "", defaults=compose.defaults(), without=("system",)))
+    chosen = [name for word in own if word.startswith("systems=") for name in word.partition("=")[2].split(",")]
+    for spec in [registry.system(name) for name in chosen if name not in ("", "all")]:
+        parts.append(f"options of {spec.id}:\n{describe(spec.config, '', f'{spec.id}.')}")
+    parts.append(f"\nsystems=ID --help adds the options of ID\nsystems: {', '.join(sorted(registry.systems))}\n")
+    return "\n".join(parts)
 
 
 def named(options: CompareOptions, registry: Registry) -> list[str]:
@@ -74,7 +142,7 @@ def plan(options: CompareOptions, words: Sequence[str], registry: Registry) -> l
         elif head in (*compose.OPTIONS, "hydra"):
             common.append(word)
         else:
-            raise unknown("option", head, (*compose.OPTIONS, "systems", "baselines"))
+            raise unknown("option", head, (*compose.OPTIONS, *OWN))
     configs = []
     for name in chosen:
         (job,) = compose.jobs([f"system={name}", *common, *knobs.get(name, [])], registry, sweep=False)

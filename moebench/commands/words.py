@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from moebench.errors import UsageError
@@ -85,12 +85,19 @@ def convert(value: Any, hint: Any, where: str) -> Any:
 
 
 def describe(
-    cls: type, command: str, prefix: str = "", defaults: Mapping[str, str] = types.MappingProxyType({})
+    cls: type,
+    command: str,
+    prefix: str = "",
+    defaults: Mapping[str, str] = types.MappingProxyType({}),
+    without: Collection[str] = (),
 ) -> str:
-    """Help for a dataclass: each field with its type or choices, what it is for and its default."""
-    lines = [f"usage: moebench {command} KEY=VALUE ...", ""] if not prefix else []
+    """Help for a dataclass: each field but those named ``without``, with its type or choices, its use and default.
+
+    A usage line stands first; with a ``prefix``, or without a ``command``, it is part of another one's help.
+    """
+    lines = [f"usage: moebench {command} KEY=VALUE ...", ""] if command and not prefix else []
     hints = typing.get_type_hints(cls)
-    for entry in _fields(cls):
+    for entry in [entry for entry in _fields(cls) if entry.name not in without]:
         if dataclasses.is_dataclass(hints[entry.name]):
             lines.append(describe(hints[entry.name], command, f"{prefix}{entry.name}.").rstrip())
             continue

@@ -66,7 +66,7 @@ def print_comparison(rows: Sequence[Row], roles: Mapping[str, str], stream: Text
 def _title(ran: Sequence[Row]) -> str:
     """What the rows of a table have in common."""
     first = ran[0]
-    clock = {"virtual": "modeled", "wall": "measured"}[str(first.protocol["clock"])]
+    clock = "measured" if first.protocol.get("clock") == "wall" else "modeled"
     about = f"workload {first.workload_name}, budget {_short(first.config['budget'])}, {first.config['quant']}"
     return f"{first.model} on {first.hw}, {clock}: {about}"
 
