@@ -20,6 +20,16 @@ from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
+# Comes by every figure, and says how many are not drawn yet.
+SCROLL = """(async () => {
+  for (const plot of document.querySelectorAll(".plot:not([data-drawn])")) {
+    plot.scrollIntoView();
+    await new Promise((done) => setTimeout(done, 20));
+  }
+  window.scrollTo(0, 0);
+  return document.querySelectorAll(".plot:not([data-drawn])").length;
+})()"""
+
 
 class Browser:
     """One tab. Keeps every request, every line of the console and every exception of the page."""
@@ -60,13 +70,10 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Page.navigate", url=path.as_uri())
-        self._until(lambda: self.js("document.readyState") == "complete")
+        self._until(lambda: self.js("document.readyState == 'complete' && location.href") == path.as_uri())
         if script:
             self.js("document.querySelectorAll('details').forEach((box) => { box.open = true; })")
-            self.js("(async () => { for (let y = 0; y < document.body.scrollHeight; y += 600) {"
-                    " window.scrollTo(0, y); await new Promise((done) => setTimeout(done, 25)); }"
-                    " window.scrollTo(0, 0); })()")  # fmt: skip
-            self._until(lambda: self.js("document.querySelectorAll('.plot:not([data-drawn])').length") == 0)
+            self._until(lambda: self.js(SCROLL) == 0)
 
     def js(self, text: str) -> Any:
         """The value of an expression in the page, awaited."""

@@ -66,7 +66,7 @@ def _head(found: Sequence[Group]) -> list[str]:
         "- no value, and the note says why. Nothing is averaged over rows.",
     ]
     if failed:
-        lines.append(f"{_count(len(failed), 'row')} failed and stand in the tables as failed, with the error.")
+        lines.append(f"{_count(len(failed), 'row')} failed: in the tables as failed, with the error.")
     return lines
 
 
@@ -76,7 +76,7 @@ def _group(group: Group, slug: str, looks: Looks, sources: Sources) -> list[Sect
 
     def part(name: str, title: str, text: str, grids: Sequence[Grid | None], figures: Sequence[Figure | None]) -> None:
         shown = tuple(filter(None, grids)), tuple(filter(None, figures))
-        sections.append(Section(f"{slug}-{name}", title, 3, text, "", *shown))
+        sections.append(Section(f"{slug}-{name}", title, 3, text, grids=shown[0], figures=shown[1]))
 
     each = [(f"{slug}-{at}" if at else slug, rows) for at, rows in enumerate(group.pictures.values())]
     several = len(each) > 1
@@ -121,7 +121,7 @@ def _common(found: Sequence[Group], sources: Sources) -> list[Section]:
         Section("assumptions", "Assumed and transferred inputs", text="" if inputs else "None.", grids=inputs),
         Section("hardware", "Hardware profiles", text=missing, grids=tuple(machines.profile_tables(sources.profiles))),
         Section("environments", "Made with", grids=made),
-        Section("definitions", "Definitions", 2, prose(), "\n".join(paragraphs()), (definitions("definitions"),)),
+        Section("definitions", "Definitions", 2, "", "\n".join(paragraphs()), prose(), (definitions("definitions"),)),
         Section(
             "left-out", "Left out", text="" if left else "Nothing: every file that was found is in the tables.",
             grids=(Grid("left-out", "Files and rows left out", (Column("what and why"),), left),) if left else (),
@@ -130,11 +130,11 @@ def _common(found: Sequence[Group], sources: Sources) -> list[Section]:
 
 
 def _markdown(found: Sequence[Group], sections: Sequence[Section]) -> str:
-    parts = [f"# {TITLE}", *_head(found)]
+    parts = [f"# {TITLE}", *map(_line, _head(found))]
     for section in sections:
-        if section.grids or section.text:
+        if section.grids or section.text or section.markdown:
             parts.append(f"{'#' * section.level} {_line(section.title)}")
-            parts += [section.text] if section.text else []
+            parts += [text for text in (_line(section.text), section.markdown) if text]
             parts += [to_markdown([grid.page]).rstrip("\n") for grid in section.grids]
     return "\n\n".join(parts) + "\n"
 

@@ -19,13 +19,14 @@ NAMES = ("www.w3.org",)  # of these addresses a script needs the name alone, as 
 
 @dataclass(frozen=True)
 class Section:
-    """A chapter (level 2) or a part of one (level 3). ``html`` is written as it is; ``text`` says the same in words."""
+    """A chapter (level 2) or a part of one (level 3). ``text`` is plain, ``html`` and ``markdown`` are not."""
 
     slug: str
     title: str
     level: int = 2
     text: str = ""
     html: str = ""
+    markdown: str = ""
     grids: tuple[Grid, ...] = ()
     figures: tuple[Figure, ...] = ()
 
@@ -66,7 +67,7 @@ def page(title: str, head: Sequence[str], sections: Sequence[Section], script: b
 
 def _section(section: Section) -> str:
     parts = [f'<h{section.level} id="{section.slug}">{escape(section.title)}</h{section.level}>']
-    parts.append(section.html or (f"<p>{escape(section.text)}</p>" if section.text else ""))
+    parts += [f"<p>{escape(section.text)}</p>" if section.text else "", section.html]
     parts += [to_html(grid) for grid in section.grids]
     plain = [_figure(figure) for figure in section.figures if not figure.folded]
     if plain:

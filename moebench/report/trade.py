@@ -122,8 +122,8 @@ def _marks(points: Sequence[Point], named: Collection[str], looks: Looks, x: str
         data.append({
             "type": "scatter", "mode": "lines+markers+text", "name": words(system),
             "x": [at for _, at, _ in mine], "y": [at for _, _, at in mine],
-            "text": [words(row.name) if row.name in named else "" for row, _, _ in mine],
-            "textposition": ["middle right" if at <= middle else "middle left" for _, at, _ in mine],
+            "text": [words(row.name.replace("budget=", "")) if row.name in named else "" for row, _, _ in mine],
+            "textposition": ["bottom right" if at <= middle else "top left" for _, at, _ in mine],
             "textfont": {"size": 12}, "cliponaxis": False, "hoverinfo": "text",
             "hovertext": [_hover(point, x, y) for point in mine],
             "line": {"width": 1, "dash": "dot", "color": looks.colour(system)},
