@@ -23,6 +23,7 @@ import numpy as np
 from moebench.config import option
 from moebench.engine.hooks import Hooks
 from moebench.engine.record import StepRecord
+from moebench.engine.view import RecordingView
 from moebench.errors import PluginError, UsageError
 from moebench.geometry import Geometry
 from moebench.step import ABSENT, Routing, Step
@@ -43,33 +44,6 @@ class RecordOptions:
     seed: int = option(0, "which prompts of the file are taken")
     quant: Literal["int4", "int8", "none"] = option("int4", "stored precision of expert weights")
     system: str = option("", "system whose routing is executed, its options as system.NAME=VALUE; empty for none")
-
-
-@dataclass(frozen=True)
-class RecordingView:
-    """What a system sees while it is recorded: a machine that holds every expert, on which no time passes."""
-
-    geometry: Geometry
-    now: float = 0.0
-
-    def resident(self, keys: np.ndarray) -> np.ndarray:
-        """bool per key: all of them."""
-        return np.ones(len(keys), bool)
-
-    def in_flight(self, keys: np.ndarray) -> np.ndarray:
-        """bool per key: none."""
-        return np.zeros(len(keys), bool)
-
-    def cost(self, keys: np.ndarray) -> np.ndarray:
-        """Seconds per key: none."""
-        return np.zeros(len(keys))
-
-    def window(self, layer: int) -> float:
-        """Seconds from one layer's routing to the next: none."""
-        return 0.0
-
-    def account(self, nbytes: int = 0, syncs: int = 0) -> None:
-        """Work of the system's own costs nothing here."""
 
 
 @dataclass(frozen=True)

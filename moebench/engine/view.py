@@ -110,3 +110,51 @@ class View:
         """
         experts = self._experts
         return experts.windows[experts.step.phase][layer]
+
+
+class RecordingView:
+    """What a system sees while its routing is recorded: one tier that holds every expert, and no time passes."""
+
+    now = busy_s = 0.0
+    tiers = ("device",)
+    reading_ahead = False
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+
+    def budget(self, tier: str) -> int:
+        """Bytes of all experts."""
+        return self.geometry.keys * self.geometry.slot_bytes
+
+    def slots(self, tier: str) -> int:
+        """All experts."""
+        return self.geometry.keys
+
+    def account(self, nbytes: int = 0, syncs: int = 0) -> None:
+        """Work of the system's own costs nothing here."""
+
+    def position(self, keys) -> np.ndarray:
+        """Storage is not asked: in order."""
+        return np.array(keys, np.int64)
+
+    def resident(self, keys, tier: str | None = None) -> np.ndarray:
+        """All of them."""
+        return np.ones(len(keys), bool)
+
+    def in_flight(self, keys) -> np.ndarray:
+        """None."""
+        return np.zeros(len(keys), bool)
+
+    def cost(self, keys) -> np.ndarray:
+        """Seconds per key: none."""
+        return np.zeros(len(keys))
+
+    remaining = cost
+
+    def stages(self, count: int, rows: int) -> tuple[float, float]:
+        """Nothing is copied or computed apart."""
+        return 0.0, 0.0
+
+    def window(self, layer: int) -> float:
+        """Seconds from one layer's routing to the next: none."""
+        return 0.0
