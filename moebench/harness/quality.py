@@ -16,11 +16,10 @@ from moebench.harness.passes import Sessions
 from moebench.harness.plan import Cell
 from moebench.harness.session import Session
 from moebench.plugins import Registry
-from moebench.quality import native as natives
-from moebench.quality import parity
+from moebench.quality import parity, reference
 from moebench.quality.batches import TOKENS
 from moebench.quality.members import members
-from moebench.quality.native import CHUNK
+from moebench.quality.native import CHUNK, Native
 from moebench.quality.parity import P99_MINIMUM, Parity
 from moebench.quality.scores import REFERENCE, TaskScores, compare_tasks, mean_delta
 from moebench.quality.suites import Suite, open_suite
@@ -55,7 +54,8 @@ def unasked(reason: str) -> dict[str, Metric]:
 def ask(suite: Suite, asked: Asked, progress: Callable[[str], None]) -> tuple[dict[str, Metric], dict[str, Any]]:
     """Metrics, and the block ``quality`` of a row, of a suite under a system beside the unmodified model."""
     progress(f"quality={suite.name} under the unmodified model")
-    native = natives.answer(asked.model.folder, suite)
+    model = asked.model.pack.manifest.model
+    native = reference.answers(asked.model.folder, {name: model[name] for name in ("weights_hash", "config")}, suite)
     progress(f"quality={suite.name} under {asked.cell.spec.id}")
     tasks, likeness = _under_system(suite, asked, native)
     block = {
@@ -68,7 +68,7 @@ def ask(suite: Suite, asked: Asked, progress: Callable[[str], None]) -> tuple[di
     return _metrics(suite.name, tasks, native.tasks, likeness), block
 
 
-def _under_system(suite: Suite, asked: Asked, native: natives.Native) -> tuple[dict[str, TaskScores], Parity]:
+def _under_system(suite: Suite, asked: Asked, native: Native) -> tuple[dict[str, TaskScores], Parity]:
     """All answers and predictions of the system, in one session with its cache as it comes."""
     cell = asked.cell
     workload = replace(cell.config.workload, batch=suite.batch)
