@@ -7,7 +7,7 @@ cells and rows; knows no table.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 
 import psutil
@@ -47,7 +47,7 @@ def arms(configs: Sequence[RunConfig], registry: Registry) -> list[Arm]:
     return [Arm(config, n, cell) for config in configs for n, cell in enumerate(plan(config, registry))]
 
 
-def run_arms(arms: Sequence[Arm], workers: int = 0) -> Iterator[tuple[int, list[Row]]]:
+def run_arms(arms: Sequence[Arm], workers: int = 0) -> Generator[tuple[int, list[Row]], None, None]:
     """The place of an arm in ``arms`` and its rows, published ones after its own, as they come.
 
     What goes wrong in an arm is a failed row, also that its process died. ``workers``: modeled cells at a time; 0 as

@@ -57,7 +57,7 @@ def print_comparison(rows: Sequence[Row], roles: Mapping[str, str], stream: Text
         console.print(Text(_title(ran)))
         for table in _tables(found, roles, names, console.width):
             console.print(table)
-        for line in [LEGEND, ORDER, *_notes(found, ran, names)]:
+        for line in [LEGEND, ORDER, *_notes(found, ran)]:
             wrapped = textwrap.wrap(line, console.width, subsequent_indent="  ", break_on_hyphens=False)
             console.print(Text("\n".join(wrapped)))
         console.print()
@@ -130,12 +130,12 @@ def _cell(row: Row, name: str, form: Form) -> str:
     return text
 
 
-def _notes(rows: Sequence[Row], ran: Sequence[Row], names: Sequence[str]) -> list[str]:
+def _notes(rows: Sequence[Row], ran: Sequence[Row]) -> list[str]:
     """Why values are missing, what failed, what others published, what was assumed, what hooks took: each once."""
     good = [row for row in ran if row.status == "ok"]
     lines = [f"failed: {', '.join(systems)}: {error}" for error, systems in _by(ran, lambda row: [row.error or ""])]
-    lines += _missing(good, names)
-    lines += [_published(row) for row in rows if row not in ran]
+    lines += _missing(good)
+    lines += [_published(row) for row in rows if row.workload["kind"] == PUBLISHED]
     assumed = _by(good, lambda row: row.assumptions)
     together: dict[tuple[str, ...], list[str]] = {}
     for line, systems in assumed:
@@ -174,17 +174,18 @@ def _kinds(said: Sequence[str]) -> list[str]:
     return [kind + "; ".join(rest) for kind, rest in kinds.items()]
 
 
-def _missing(good: Sequence[Row], names: Sequence[str]) -> list[str]:
-    """Columns that nobody fills are left out and told of; of the others the systems without a value are named."""
-    lines = []
+def _missing(good: Sequence[Row]) -> list[str]:
+    """Why the table has no column, or some systems no value in it: each reason once."""
     absent: dict[str, list[str]] = {}
     for name in COLUMNS:
-        reasons = _by(good, lambda row, name=name: [row.metrics[name].reason] if not _has(row, name) else [])
-        for reason, systems in reasons:
+        lacking: dict[str, list[str]] = {}
+        for row in good:
+            metric = row.metrics.get(name)
+            if metric is None or metric.value is None:
+                lacking.setdefault(metric.reason if metric else "not reported", []).append(row.system)
+        for reason, systems in lacking.items():
             absent.setdefault(_who(systems, good) + reason, []).append(HEADINGS[name])
-    for reason, where in absent.items():
-        lines.append(f"- no {', '.join(where)}: {reason}")
-    return lines
+    return [f"- no {', '.join(where)}: {reason}" for reason, where in absent.items()]
 
 
 def _published(row: Row) -> str:
