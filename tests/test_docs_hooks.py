@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import inspect
 import re
+import sys
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -15,9 +19,11 @@ from moebench import hookspecs
 from moebench.cli import main
 from moebench.engine.hooks import BROADCAST, COUNTED, FIRST_RESULT
 from moebench.engine.view import View
+from moebench.hookcheck import REGISTRY_HOOKS
 from moebench.metrics import NAMES
-from moebench.plugins import REGISTRY_HOOKS, load_plugins
+from moebench.plugins import BUILTIN, load_plugins
 from moebench.result import METRICS
+from moebench.systemspec import Handling
 
 ROOT = Path(__file__).parents[1]
 HOOKS = {name: value for name, value in vars(hookspecs).items() if hasattr(value, "moebench_spec")}
@@ -57,13 +63,56 @@ def test_the_page_lists_what_a_view_gives():
     assert listed == {name for name in vars(View) if not name.startswith("_")}
 
 
-def test_every_hook_stands_in_the_table_of_who_uses_it():
+def implemented(package: str) -> set[str]:
+    """Hooks of the classes that a shipped system's modules hold."""
+    load_plugins()
+    modules = [module for name, module in sys.modules.items() if f"{name}.".startswith(f"{package}.")]
+    classes = [value for module in modules for value in vars(module).values() if inspect.isclass(value)]
+    methods = [(name, value) for owner in classes for name, value in inspect.getmembers(owner)]
+    marked = [(name, options) for name, value in methods if (options := getattr(value, "moebench_impl", None))]
+    return {options["specname"] or name for name, options in marked}
+
+
+def handled(package: str) -> set[str]:
+    """Fields of ``Handling`` that a shipped system's source sets."""
+    folder = Path(sys.modules[package].__file__).parent
+    calls = [node for file in folder.glob("*.py") for node in ast.walk(ast.parse(file.read_text()))]
+    calls = [node for node in calls if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Handling"]
+    return {f"Handling.{keyword.arg}" for call in calls for keyword in call.keywords}
+
+
+def users() -> dict[str, list[str]]:
+    """Every hook and every kind of handling -> the systems that ship and use it."""
+    kinds = [*(name for name in HOOKS if name not in REGISTRY_HOOKS), *(f"Handling.{f.name}" for f in fields(Handling))]
+    found: dict[str, list[str]] = {kind: [] for kind in kinds}
+    for package in BUILTIN:
+        specs: list = []
+        register = getattr(importlib.import_module(package), "register_systems", lambda register: None)
+        register(specs.append)
+        for kind in (implemented(package) | handled(package)) if specs else ():
+            found[kind] += [spec.id for spec in specs]
+    return found
+
+
+def test_every_hook_has_a_real_system_that_uses_it_and_the_table_says_which():
+    assert not [kind for kind, by in users().items() if not by], "a hook that nothing uses is no hook"
+    lines = [f"| `{kind}` | {', '.join(f'`{name}`' for name in by)} |" for kind, by in users().items()]
     table = PAGE.partition("## Who uses what today")[2]
-    assert set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (.+?) \|", table, re.MULTILINE)))) == set(HOOKS)
+    assert [line for line in table.splitlines() if line.startswith("| `")] == lines
+
+
+def test_what_ships_registers_through_the_hooks_of_others():
+    registered = [hook for name in BUILTIN for hook in REGISTRY_HOOKS if hasattr(importlib.import_module(name), hook)]
+    assert set(registered) == set(REGISTRY_HOOKS)
+    registry = load_plugins()
+    for kind in ("systems", "hardware", "models", "engines"):
+        assert set(getattr(registry, kind)) == {
+            label.split("/")[1] for label in registry.origin if label.startswith(kind)
+        }
 
 
 def test_every_metric_is_defined():
-    page = (ROOT / "docs" / "metrics.md").read_text()
+    page = (ROOT / "docs" / "metrics.md").read_text().partition("| metric | definition |")[2].partition("\n\n")[0]
     assert set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (.+?) \|", page, re.MULTILINE)))) == set(METRICS)
     assert set(NAMES) <= set(METRICS)
 
