@@ -133,8 +133,8 @@ class Loop:
         """Logits before every token of given continuations, none of them empty: (sequence int [n], index in its
         continuation int [n], fp32 [n, V]), a pass at a time.
 
-        The text runs in passes of ``chunk`` tokens, as a prompt does; ``decoded`` feeds the continuations to the
-        decoding loop instead, as if the system had written them.
+        Continuations run in passes of ``chunk`` tokens, as a prompt does; ``decoded`` feeds them to the decoding loop
+        instead, as if the system had written them.
         """
         if decoded:
             out = self.generate(prompts, max(map(len, continuations)), forced=continuations, keep_logits=True)
@@ -142,23 +142,21 @@ class Loop:
                 sequence = np.flatnonzero([i < len(given) for given in continuations])
                 yield sequence, np.full(len(sequence), i), logits[sequence]
             return
-        texts = [[*prompt, *given][:-1] for prompt, given in zip(prompts, continuations, strict=True)]
-        scored = np.array([len(given) for given in continuations])
-        width = max(map(len, texts))
-        for at, logits in self._passes(texts, all_rows=True):
-            index = np.arange(at.start, at.stop) - width + scored[:, None]
-            sequence, column = np.nonzero(index >= 0)
-            if len(sequence):
-                yield sequence, index[sequence, column], logits[sequence * index.shape[1] + column]
+        logits, length = self._prefill(prompts)
+        batch, width = len(prompts), max(map(len, continuations)) - 1
+        yield np.arange(batch), np.zeros(batch, int), logits
+        tokens, valid = np.zeros((batch, width), np.int64), np.zeros((batch, width), bool)
+        for i, given in enumerate(continuations):
+            tokens[i, : len(given) - 1], valid[i, : len(given) - 1] = given[:-1], True
+        position = length[:, None] + np.arange(width)
+        for at in range(0, width, self.chunk):
+            cut = slice(at, at + self.chunk)
+            logits = self.forward(PREFILL, tokens[:, cut], position[:, cut], valid[:, cut], 0, all_rows=True)
+            sequence, column = np.nonzero(valid[:, cut])
+            yield sequence, at + column + 1, logits[valid[:, cut].ravel()]
 
     def _prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
         """Start a batch: logits [B, V] after its prompts, and their lengths [B]."""
-        for _, last in self._passes(prompts):
-            logits = last
-        return logits, np.array([len(prompt) for prompt in prompts])
-
-    def _passes(self, prompts: Sequence[Sequence[int]], all_rows: bool = False) -> Iterator[tuple[slice, np.ndarray]]:
-        """Start a batch with the passes over its prompts, aligned at their ends: columns, and logits of each pass."""
         batch, width = len(prompts), max(map(len, prompts))
         tokens, valid = np.zeros((batch, width), np.int64), np.zeros((batch, width), bool)
         for i, prompt in enumerate(prompts):
@@ -168,9 +166,10 @@ class Loop:
         if self.experts is not None:
             self.experts.begin_request(np.arange(batch))
         for at in range(0, width, self.chunk):
-            cut = slice(at, min(at + self.chunk, width))
-            emits = batch * (cut.stop == width)
-            yield cut, self.forward(PREFILL, tokens[:, cut], position[:, cut], valid[:, cut], emits, all_rows)
+            cut = slice(at, at + self.chunk)
+            last = at + self.chunk >= width
+            logits = self.forward(PREFILL, tokens[:, cut], position[:, cut], valid[:, cut], batch * last)
+        return logits, valid.sum(1)
 
 
 def replay(
