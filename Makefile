@@ -1,11 +1,25 @@
 # make run: set up and run the main job.   make test: set up what tests need and run them.   make check: lint, types, architecture.
+# make regress: replay the committed traces and compare with results/baseline; FORMAT=github annotates a pull request.
+# make regress-live: the same for answers of the shipped model.   make baseline: make results/baseline anew, both parts.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 ARGS ?= system=edge0 hw=m4pro
 
-.PHONY: run test check bench clean
+MACHINES := m4pro rtx5090_32gb snapdragon_8_elite_gen5
+BASELINE := results/baseline
+TRACES := $(BASELINE)/traces
+REPLAYS := replay-bigmomo replay-edge0 $(MACHINES:%=replay-%)
+comma := ,
+space := $() $()
+NEW := build/regress
+FORMAT ?= table
+MOEBENCH := OMP_NUM_THREADS=1 MOEBENCH_PLUGINS= $(BIN)/moebench
+LIVE := hw=m4pro model=tinymoe quality=quick
+REPLAY := model=tinymoe workload=trace workload.path=$(TRACES)
+
+.PHONY: run test check bench clean regress regress-live baseline live traces $(REPLAYS)
 
 run: $(VENV)/.run
 	$(BIN)/moebench run $(ARGS)
@@ -22,6 +36,53 @@ check: $(VENV)/.check
 bench: $(VENV)/.run
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/replay_speed.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/decode_overhead.py
+
+regress: $(VENV)/.run
+	rm -rf $(NEW)/replay
+	$(MAKE) -j2 --no-print-directory OUT=$(NEW)/replay $(REPLAYS)
+	$(BIN)/moebench regress baseline=$(BASELINE)/replay current=$(NEW)/replay exact=true format=$(FORMAT)
+
+regress-live: $(VENV)/.run
+	rm -rf $(NEW)/live
+	$(MAKE) --no-print-directory OUT=$(NEW)/live live
+	$(BIN)/moebench regress baseline=$(BASELINE)/live current=$(NEW)/live format=$(FORMAT)
+
+baseline: $(VENV)/.run
+	rm -rf $(BASELINE)/replay $(BASELINE)/live
+	$(MAKE) -j2 --no-print-directory OUT=$(BASELINE)/replay $(REPLAYS)
+	$(MAKE) --no-print-directory OUT=$(BASELINE)/live live
+
+# What fails is a failed row or a missing one, and regress says so.
+$(MACHINES:%=replay-%): replay-%: $(VENV)/.run
+	-$(MOEBENCH) compare systems=all hw=$* $(REPLAY)/tinymoe.safetensors out=$(OUT) > /dev/null
+
+replay-edge0 replay-bigmomo: replay-%: $(VENV)/.run
+	-$(MOEBENCH) run -m system=$* hw=$(subst $(space),$(comma),$(MACHINES)) $(REPLAY)/tinymoe-$*.safetensors out=$(OUT) > /dev/null
+
+live: $(VENV)/.run
+	rm -rf $(NEW)/live
+	$(MAKE) --no-print-directory OUT=$(NEW)/live live
+	$(BIN)/moebench regress baseline=$(BASELINE)/live current=$(NEW)/live format=$(FORMAT)
+
+baseline: $(VENV)/.run
+	rm -rf $(BASELINE)/replay $(BASELINE)/live
+	$(MAKE) -j2 --no-print-directory OUT=$(BASELINE)/replay $(REPLAYS)
+	$(MAKE) --no-print-directory OUT=$(BASELINE)/live live
+
+# What fails is a failed row or a missing one, and regress says so.
+$(REPLAYS): replay-%: $(VENV)/.run
+	-$(MOEBENCH) compare systems=all hw=$* $(REPLAY)/tinymoe.safetensors out=$(OUT) > /dev/null
+	-$(MOEBENCH) run system=edge0 hw=$* $(REPLAY)/tinymoe-edge0.safetensors out=$(OUT) > /dev/null
+	-$(MOEBENCH) run system=bigmomo hw=$* $(REPLAY)/tinymoe-bigmomo.safetensors out=$(OUT) > /dev/null
+
+live: $(VENV)/.run
+	-$(MOEBENCH) compare systems=all $(LIVE) out=$(OUT) > /dev/null
+
+# Only where the model or a system's predictions change: then the baseline is another one too.
+traces: $(VENV)/.run
+	$(MOEBENCH) trace record system=specprefetch requests=4 new_tokens=32 out=$(TRACES)/tinymoe.safetensors
+	$(MOEBENCH) trace record system=edge0 requests=4 new_tokens=32 out=$(TRACES)/tinymoe-edge0.safetensors
+	$(MOEBENCH) trace record system=bigmomo requests=4 new_tokens=32 out=$(TRACES)/tinymoe-bigmomo.safetensors
 
 $(VENV)/.made:
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 14) else "moebench needs Python 3.11 to 3.13; set PYTHON=")'
