@@ -170,15 +170,20 @@ class Lab:
         """The smallest budget under which the system starts: found by trying, to one slot."""
         if subject not in self._least:
             pack = self.models["none"].pack
-            low, high = 0, pack.keys + 64  # refused, and surely enough beside any staging
+
+            def starts(slots: int) -> bool:
+                try:
+                    self.start(subject, Arrangement("least", budget=f"{slots * pack.slot_bytes}B"))
+                except UsageError:
+                    return slots > 2 * pack.keys  # whatever keeps it from starting then, it is not the budget
+                return True
+
+            low, high = 0, self.geometry.top_k
+            while not starts(high):
+                low, high = high, 2 * high
             while high - low > 1:
                 middle = (low + high) // 2
-                try:
-                    self.start(subject, Arrangement("least", budget=f"{middle * pack.slot_bytes}B"))
-                except UsageError:
-                    low = middle
-                else:
-                    high = middle
+                low, high = (low, middle) if starts(middle) else (middle, high)
             self._least[subject] = f"{high * pack.slot_bytes}B"
         return self._least[subject]
 

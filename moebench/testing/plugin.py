@@ -68,7 +68,7 @@ def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """What the hooks of each system cost, and advice."""
-    found = config.stash.get(SUBJECTS, [])
+    found: list[Any] = config.stash.get(SUBJECTS, [])
     if not found:
         return
     from moebench.testing.summary import advice, overhead

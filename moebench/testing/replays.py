@@ -149,3 +149,11 @@ def replay(lab: Lab, subject: Subject, trace: Trace, audit: Audit, **options: An
             return Run({}, audit, session, session.hooks.report())
         finally:
             session.close()
+
+
+def replayed(lab: Lab, subject: Subject, trace: Trace) -> Run:
+    """The plain replay of a recorded trace, made once."""
+    plain = Arrangement("plain replay", clock="virtual")
+    if (subject, plain) not in lab.kept:
+        lab.kept[subject, plain] = replay(lab, subject, trace, Audit())
+    return lab.kept[subject, plain]

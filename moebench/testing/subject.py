@@ -51,8 +51,8 @@ class Subject:
 
     def config(self, hw: str = HW, batch: int = 1, **options: Any) -> RunConfig:
         """A run's configuration; ``workload`` counts sequences of a batch only."""
-        base = {"model": "tinymoe", "workload": WorkloadConfig(batch=batch), "mode": "model", "quality": "none"}
-        return RunConfig(self.name, hw, self.knobs, **(base | options))
+        base = {"model": "tinymoe", "workload": WorkloadConfig(batch=batch), "mode": "model"}
+        return RunConfig(self.name, hw, self.knobs, **{**base, **options})  # type: ignore[arg-type]
 
 
 def subjects(wanted: str, options: Sequence[str], registry: Registry) -> list[Subject]:
@@ -67,7 +67,7 @@ def subjects(wanted: str, options: Sequence[str], registry: Registry) -> list[Su
     found = []
     for name in dict.fromkeys(names):
         spec = registry.system(name)
-        knobs = build(spec.config, values, f"system {name}")
+        knobs: Any = build(spec.config, values, f"system {name}")
         found.append(Subject(spec, knobs, registry.origin[f"systems/{name}"]))
     if not found:
         raise UsageError(f"--system names no system; valid: all, {', '.join(sorted(registry.systems))}")

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from moebench.errors import UsageError
-from moebench.testing.lab import Answer, Arrangement, Lab, Run
+from moebench.testing.lab import Answer, Arrangement, Lab
 from moebench.testing.subject import Subject
 
 SHUFFLED = (("reorder", 3), ("delay_s", 0.0002), ("short_read", 0.2), ("threads", 3))
 PLAIN = Arrangement("a third, page cache")
-ARRANGEMENTS = (
-    Arrangement("smallest legal budget, reads short, late and shuffled", "least", faults=SHUFFLED),
-    Arrangement("everything fits, direct", "1.0", "direct"),
-    Arrangement("alone and one after another, modeled clock", clock="virtual", batches=((1,), (0,), (1,))),
-)
+SMALLEST = Arrangement("smallest legal budget, reads short, late and shuffled", "least", faults=SHUFFLED)
+ROOMY = Arrangement("everything fits, direct", "1.0", "direct")
+ALONE = Arrangement("one request, half of the experts fit", "0.5", batches=((0,),))
+AMONG = Arrangement("after others and beside one, modeled clock", clock="virtual", batches=((1,), (0,), (1, 0)))
 SPECIAL = (  # what some systems refuse
     Arrangement("entropy-coded, io_uring", engine="uring", codec="rans"),
     Arrangement("two tiers", "0.5", "mmap", device_budget="0.5"),
@@ -30,10 +27,10 @@ def named(arrangements: tuple[Arrangement, ...]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("how", arrangements, ids=str)
 
 
-@named((PLAIN, *ARRANGEMENTS))
+@named((PLAIN, SMALLEST, ROOMY))
 def test_answers_depend_on_the_request_alone(lab: Lab, subject: Subject, how: Arrangement) -> None:
     """Tokens and logits are, bit for bit, those of everything resident (exact, advisory) or the system's own with
-    room for all experts (altered), for any budget, engine, clock, batch and order in which reads end.
+    room for all experts (altered), for any budget, engine and order in which reads end.
 
     An exact system that differs executes other experts or weights than the router's (see
     ``test_native_routing_is_executed``), or computes on the wrong bytes. An altered one that differs chooses by what is
@@ -62,9 +59,6 @@ def check_answers(lab: Lab, subject: Subject, how: Arrangement) -> None:
         check_same(answer, reference.answers[0, prompt], f"{how}: request {prompt} of batch {number}")
 
 
-ROOMY = Arrangement("everything fits", "1.0")
-
-
 def check_same(found: Answer, wanted: Answer, where: str) -> None:
     """Equal tokens, and equal bits of the logits behind each; none of them NaN."""
     assert np.isfinite(found.logits).all(), f"{where}: logits are not finite, something computed on poisoned memory"
@@ -80,7 +74,7 @@ def one_line(error: Exception) -> str:
     return text
 
 
-@named((PLAIN, ARRANGEMENTS[0]))
+@named((PLAIN, SMALLEST))
 def test_native_routing_is_executed(lab: Lab, subject: Subject, how: Arrangement) -> None:
     """An exact or advisory system leaves experts and weights of every row as the router chose them.
 
@@ -100,13 +94,10 @@ def test_what_is_routed_ahead_was_staged(lab: Lab, subject: Subject) -> None:
 
     Otherwise its prediction saves nothing: each miss is waited for as if nobody had predicted.
     """
-    run = lab.run(subject, ALONE)
-    if not run.audit.routed.events:
+    if not lab.run(subject, PLAIN).audit.routed.events:
         pytest.skip(f"{subject.name} decides no routing ahead")
+    run = lab.run(subject, ALONE)
     assert not run.audit.unstaged, f"routed ahead, neither resident nor on its way: {run.audit.unstaged}"
-
-
-ALONE = Arrangement("one request, half of the experts fit", "0.5", batches=((0,),))
 
 
 def test_requests_do_not_depend_on_each_other(lab: Lab, subject: Subject) -> None:
@@ -118,9 +109,5 @@ def test_requests_do_not_depend_on_each_other(lab: Lab, subject: Subject) -> Non
     if subject.dependent:
         pytest.skip(f"{subject.name} says that what it executes depends on what is resident: answers may differ")
     beside = lab.run(subject, PLAIN).answers
-    after: Run = lab.run(subject, replace(ALONE, name="one after another, then side by side", batches=MIXED))
-    for (number, prompt), answer in after.answers.items():
-        check_same(answer, beside[0, prompt], f"request {prompt} of batch {number} of {MIXED}")
-
-
-MIXED = ((1,), (0,), (1, 0))
+    for (number, prompt), answer in lab.run(subject, AMONG).answers.items():
+        check_same(answer, beside[0, prompt], f"request {prompt} in batch {number} of {AMONG.batches}")

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -82,7 +83,7 @@ OTHERS = {
 }
 
 
-def changed(target: Target, weights_hash: str = "", **shape: int) -> Target:
+def changed(target: Target, weights_hash: str = "", **shape: Any) -> Target:
     """The target of a model that differs in its shape."""
     geometry = dataclasses.replace(target.geometry, **shape)
     return dataclasses.replace(target, geometry=geometry, weights_hash=weights_hash or target.weights_hash)

@@ -6,28 +6,24 @@ import dataclasses
 import math
 from pathlib import Path
 
-import pytest
-
 from moebench.config import WorkloadConfig
 from moebench.harness.cell import run_cell
 from moebench.result import from_json, to_json
-from moebench.testing.audit import Audit
 from moebench.testing.lab import Lab
-from moebench.testing.replays import replay, replay_cell
-from moebench.testing.subject import HW, HW_TIERS, Subject
+from moebench.testing.replays import replay_cell, replayed
+from moebench.testing.subject import Subject
 from moebench.testing.test_answers import PLAIN
 from moebench.trace.format import Trace
 
 
-@pytest.mark.parametrize("hw", [HW, HW_TIERS])
-def test_a_replay_is_the_same_twice(lab: Lab, subject: Subject, trace: Trace, tmp_path: Path, hw: str) -> None:
+def test_a_replay_is_the_same_twice(lab: Lab, subject: Subject, trace: Trace, tmp_path: Path) -> None:
     """Two replays of one trace give one result, byte for byte, but for the volatile block; it can be read again.
 
     Draw from ``numpy.random.default_rng(run.seed)``; iterate over no set; look at no clock but ``view.now``.
     """
     file = trace.save(tmp_path / "trace.safetensors")
     workload = WorkloadConfig(kind="trace", name="conformance", path=str(file))
-    cell = replay_cell(lab, subject, hw=hw, workload=workload, warmup_tokens=2)
+    cell = replay_cell(lab, subject, workload=workload, warmup_tokens=2)
     texts = []
     for _ in range(2):
         row = run_cell(cell, lab.registry)
@@ -39,7 +35,7 @@ def test_a_replay_is_the_same_twice(lab: Lab, subject: Subject, trace: Trace, tm
 
 def test_what_it_reports_are_finite_numbers(lab: Lab, subject: Subject, trace: Trace) -> None:
     """``report()`` returns names and numbers: no NaN, no infinity, no array, live and in replay."""
-    runs = {"live": lab.run(subject, PLAIN), "replay": replay(lab, subject, trace, Audit())}
+    runs = {"live": lab.run(subject, PLAIN), "replay": replayed(lab, subject, trace)}
     for where, run in runs.items():
         for name, value in run.report.items():
             number = isinstance(value, int | float) and math.isfinite(value)

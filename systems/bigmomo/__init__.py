@@ -269,7 +269,7 @@ def _reader(config: BigMoMoConfig, run: RunContext) -> Reader:
             )
         return Reader(NEVER, 1)
     slot_bytes = run.geometry.slot_bytes
-    most = max(1, int(config.request_mib * MIB) // slot_bytes)
+    most = max(1, min(run.geometry.keys, int(config.request_mib * MIB) // slot_bytes))
     if config.gap == "auto":
         return Reader(None, most, lambda count, depth: run.request_s(count * slot_bytes, depth))
     return Reader(NEVER if config.gap == "none" else int(config.gap), most)
