@@ -16,7 +16,7 @@ space := $() $()
 NEW := build/regress
 FORMAT ?= table
 MOEBENCH := OMP_NUM_THREADS=1 MOEBENCH_PLUGINS= $(BIN)/moebench
-LIVE := hw=m4pro model=tinymoe quality=quick
+LIVE := systems=lru,edge0,flashmoe,moe_infinity,specprefetch,ssd_llama,bigmomo baselines=false
 REPLAY := model=tinymoe workload=trace workload.path=$(TRACES)
 
 .PHONY: run test check bench clean regress regress-live baseline live traces $(REPLAYS)
@@ -76,7 +76,7 @@ $(REPLAYS): replay-%: $(VENV)/.run
 	-$(MOEBENCH) run system=bigmomo hw=$* $(REPLAY)/tinymoe-bigmomo.safetensors out=$(OUT) > /dev/null
 
 live: $(VENV)/.run
-	-$(MOEBENCH) compare systems=all $(LIVE) out=$(OUT) > /dev/null
+	-$(MOEBENCH) compare $(LIVE) hw=m4pro model=tinymoe quality=quick out=$(OUT) > /dev/null
 
 # Only where the model or a system's predictions change: then the baseline is another one too.
 traces: $(VENV)/.run

@@ -20,7 +20,8 @@ from moebench.results import options
 
 VERDICTS = ("missing", "failed", "worse", "better", "changed", "not judged", "new", "same")
 REGRESSIONS = ("missing", "failed", "worse")
-PLACES = ("workload.path",)  # where a file lies is no option of the cell; what is in it is its workload's hash
+# Where a file lies is no option of a cell: what is in it stands in the workload's hash, or in a task's version.
+PLACES = ("workload.path", "quality.data_dir")
 ANSWERS = ("token_agreement", "quality_delta", "kl_median_nats", "kl_p99_nats", "perplexity")  # what a model says
 SAME_MACHINE = ("cpu", "isa", "python", "packages")  # on which kernels give one model the same tokens
 
