@@ -66,7 +66,7 @@ def row(system: str, budget: str = "0.25", model: str = "tinymoe", hw: str = "m4
         "metrics": metrics(speed * share**0.2, memory * share, -3.9 * (fidelity == "altered") if live else None),
         "assumptions": ("assumed: something stated (arXiv 1234.5)",),
         "details": details(speed),
-        "volatile": {"finished": "2026-11-30T00:00:00+00:00", "seconds": 1.5},
+        "volatile": {"finished": "2026-11-30T00:00:00+00:00", "seconds": 1.5, "hook_us_per_token": 12.5},
     }  # fmt: skip
     return Row(**(fields | changes))
 

@@ -64,6 +64,10 @@ def test_the_picture_shows_the_numbers_of_the_table(group, rows, looks):
         assert float(line[-1]) == pytest.approx(sum(parts))
 
 
+def test_what_hooks_took_is_said_in_words(group):
+    assert "lru budget=0.1 12.5" in " ".join(tables.split(group, "x").remarks)
+
+
 def test_the_oracle_and_what_did_not_run_here_are_on_no_front(rows, looks):
     figure = trade.pareto(rows, "a", looks)
     line = next(trace for trace in figure.data if trace["name"] == "front")

@@ -23,7 +23,7 @@ from moebench.harness.plan import EMBEDDED, WHOLE_PROMPT
 from moebench.plugins import Registry
 from moebench.result import Row
 
-PLAIN = re.compile(r"[\w./+@-]+")  # what hydra and a shell read as it stands
+PLAIN = re.compile(r"[A-Za-z0-9_./+@-]+")  # what hydra and a shell read as it stands
 NAMED = ("system", "hw", "model", "workload", "quality", "knobs")  # options with a way of their own
 
 
@@ -95,4 +95,16 @@ def _list(value: Any) -> Any:
 
 
 def _word(key: str, value: Any) -> str:
-    return f"{key}={value if isinstance(value, str) and PLAIN.fullmatch(value) else written(value)}"
+    return f"{key}={value if isinstance(value, str) and _bare(value) else written(value)}"
+
+
+def _bare(text: str) -> bool:
+    """Whether a text without quotes is read back as itself, though hydra may take it for a number on the way."""
+    if not PLAIN.fullmatch(text) or text.lower() in ("true", "false", "null"):
+        return False
+    for kind in (int, float):
+        try:
+            return str(kind(text)) == text
+        except ValueError:
+            continue
+    return True

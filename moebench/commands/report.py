@@ -9,8 +9,8 @@ from pathlib import Path
 
 from moebench import hardware
 from moebench.commands.places import writable_folder
-from moebench.commands.words import parse
-from moebench.config import option
+from moebench.commands.words import build, parse
+from moebench.config import QualityConfig, RunConfig, WorkloadConfig, option
 from moebench.errors import MoebenchError
 from moebench.plugins import Registry
 from moebench.result import Row
@@ -29,8 +29,9 @@ class ReportOptions:
 def main(words: Sequence[str]) -> int:
     """Read, build and write; the last line on stdout is the document."""
     from moebench import results
+    from moebench.commands.command_line import command
     from moebench.plugins import load_plugins
-    from moebench.report.build import Sources, build
+    from moebench.report import build as report
     from moebench.report.groups import newest
 
     options = parse(words, ReportOptions, "report")
@@ -46,16 +47,14 @@ def main(words: Sequence[str]) -> int:
     registry = load_plugins()
     rows = [*found, *published(found, registry)]
     profiles, unknown = _profiles(rows, registry)
-    from moebench.commands.command_line import command
-
-    sources = Sources(
+    sources = report.Sources(
         roles={name: registry.role(name) for name in registry.systems},
         commands={row.id: command(row, registry) for row in found},
         profiles=profiles,
         unknown=unknown,
         left_out=[*left, *older],
     )
-    files = build(rows, sources)
+    files = report.build(rows, sources)
     written = _write(files, writable_folder(options.out))
     failed = sum(row.status == "failed" for row in found)
     print(
@@ -72,9 +71,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def published(rows: Sequence[Row], registry: Registry) -> list[Row]:
-    """Figures of others that belong beside these rows, each once."""
-    from moebench.commands.words import build
-    from moebench.config import RunConfig, WorkloadConfig
+    """Figures of others that belong beside these rows, each once; none beside a row whose options are unknown here."""
     from moebench.harness.plan import Cell
     from moebench.harness.rows import published_row
 
@@ -84,21 +81,28 @@ def published(rows: Sequence[Row], registry: Registry) -> list[Row]:
         near = [one for one in spec.published if (one.hw, one.model) == (row.hw, row.model)] if spec else []
         if spec is None or not near:
             continue
-        plain = dict(row.config)
-        knobs = {key: value for key, value in plain.pop("system").items() if key != "id"}
-        config = build(
-            RunConfig,
-            {**plain, "system": spec.id, "knobs": build(spec.config, knobs, spec.id),
-             "workload": build(WorkloadConfig, plain["workload"], "workload")},
-            "row",
-        )  # fmt: skip
-        profile = hardware.load(registry.hardware_path(row.hw))
+        try:
+            config = _config(row, registry)
+            profile = hardware.load(registry.hardware_path(row.hw))
+        except MoebenchError:
+            continue
         cell = Cell(config, spec, profile, str(row.protocol["clock"]), "", config.engine)
-        for one in near:
-            if one.where(config.knobs, config):
-                made = published_row(cell, one)
-                found[made.id] = made
+        fitting = [published_row(cell, one) for one in near if one.where(config.knobs, config)]
+        found |= {one.id: one for one in fitting}
     return list(found.values())
+
+
+def _config(row: Row, registry: Registry) -> RunConfig:
+    """A row's options with their types."""
+    plain = dict(row.config)
+    knobs = {key: value for key, value in plain.pop("system").items() if key != "id"}
+    typed = {
+        "system": row.system,
+        "knobs": build(registry.system(row.system).config, knobs, f"system {row.system}"),
+        "workload": build(WorkloadConfig, plain.pop("workload"), "workload"),
+        "quality": build(QualityConfig, plain.pop("quality"), "quality"),
+    }
+    return build(RunConfig, {**plain, **typed}, "row")
 
 
 def _profiles(rows: Sequence[Row], registry: Registry) -> tuple[dict[str, hardware.HardwareProfile], dict[str, str]]:

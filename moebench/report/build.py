@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from moebench.hardware import HardwareProfile
 from moebench.report import machines, tables, times, trade
@@ -22,6 +22,7 @@ from moebench.report.summary import summary
 from moebench.result import Row
 
 TITLE = "moebench report"
+LONG = 30  # rows of a table of scores above which it is folded
 PERFETTO = "report.timeline.json beside this file holds the tokens of all rows and opens in Perfetto."
 HOW_TO_SWEEP = "moebench run -m system=lru,slru,belady budget=0.05,0.1,0.25,0.5"
 
@@ -61,7 +62,12 @@ def _head(found: Sequence[Group]) -> list[str]:
     failed = [row for row in ran if row.status == "failed"]
     lines = [
         f"{_count(len(ran), 'row')} of {_count(len({row.system for row in ran}), 'system')} on "
-        f"{', '.join(dict.fromkeys(group.hw for group in found))}; {len(rows) - len(ran)} published beside them.",
+        f"{', '.join(dict.fromkeys(group.hw for group in found))}"
+        + (
+            f"; {_count(len(rows) - len(ran), 'row')} of published figures beside them."
+            if len(rows) > len(ran)
+            else "."
+        ),
         "Marks: m measured on the machine named, ~ modeled from its profile by arithmetic, † published by others, "
         "- no value, and the note says why. Nothing is averaged over rows.",
     ]
@@ -105,7 +111,10 @@ def _group(group: Group, slug: str, looks: Looks, sources: Sources) -> list[Sect
         part("timeline", "A few tokens on a timeline", PERFETTO, (), lines)
     scored = [named.row for named in group.rows if named.row.quality]
     if scored:
-        scores = [from_plain(f"{slug}-quality-{at}", plain) for at, plain in enumerate(summary(scored))]
+        scores = [
+            replace(from_plain(f"{slug}-quality-{at}", plain), folded=len(plain.rows) > LONG)
+            for at, plain in enumerate(summary(scored))
+        ]
         part("quality", "Quality", "", scores, ())
     part("again", "How to get each row again", "", [tables.commands(group, f"{slug}-commands", sources.commands)], ())
     return sections

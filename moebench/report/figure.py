@@ -88,6 +88,7 @@ def layout(x: Mapping[str, Any], y: Mapping[str, Any], **more: Any) -> dict[str,
         "plot_bgcolor": "rgba(0,0,0,0)",
         "margin": {"l": 48, "r": 16, "t": 12, "b": 44},
         "hovermode": "closest",
+        "showlegend": True,
         "hoverlabel": {"bgcolor": "var(--panel)", "bordercolor": "var(--faint)", "font": {"color": "var(--ink)"}},
         "legend": {
             "orientation": "h",

@@ -79,16 +79,21 @@ def newest(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
     cells: dict[str, dict[str, Row]] = {}
     for row in rows:
         cell = (row.hw, row.system, row.model, row.workload_name, row.config)
-        cells.setdefault(json.dumps(cell, sort_keys=True, default=str), {})[row.id] = row
+        same = cells.setdefault(json.dumps(cell, sort_keys=True, default=str), {})
+        same[row.id] = max(row, same.get(row.id, row), key=_age)
     kept, left = [], []
     for found in cells.values():
-        *older, last = sorted(found.values(), key=lambda row: (str(row.volatile.get("finished", "")), row.id))
+        *older, last = sorted(found.values(), key=_age)
         kept.append(last)
         left += [
             f"{row.folder}/{row.id}: an older {'failed ' * (row.status == 'failed')}run of a cell that {last.id} shows"
             for row in older
         ]
     return kept, left
+
+
+def _age(row: Row) -> tuple[str, str, str]:
+    return str(row.volatile.get("finished", "")), row.id, json.dumps(dict(row.volatile), sort_keys=True, default=str)
 
 
 def groups(rows: Sequence[Row], roles: Mapping[str, str]) -> list[Group]:

@@ -45,8 +45,11 @@ def split(group: Group, slug: str) -> Grid | None:
         parts = named.row.details["split_ms_per_token"]
         values = [float(parts.get(name, 0)) for name in PARTS]
         rows.append((_name(named), Cell(named.workload), *map(_ms, values), _ms(sum(values))))
+    hooks = [(named.name, named.row.volatile.get("hook_us_per_token")) for named in found]
+    told = ", ".join(f"{name} {number(float(us))}" for name, us in hooks if us is not None)
     head = (Column("system"), Column("workload"), *(Column(f"{name} ms/token", "number") for name in (*PARTS, "sum")))
-    return Grid(slug, f"Time per token: {group.title}", head, tuple(rows)) if rows else None
+    remarks = (f"hooks and policy took, in us per token on the machine that ran them: {told}",) if told else ()
+    return Grid(slug, f"Time per token: {group.title}", head, tuple(rows), remarks=remarks) if rows else None
 
 
 def steps(group: Group, slug: str) -> Grid | None:

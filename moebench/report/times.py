@@ -114,6 +114,7 @@ def timeline(named: Named, slug: str) -> Figure | None:
         events = [event for event in drawn["events"] if event[0] == at]
         if not events:
             continue
+        colour = f"var(--c{at + 1})"
         text = [
             f"{words(str(label))}<br>{number(start / 1e3)} ms, for {number(length / 1e3)} ms"
             for _, label, start, length in events
@@ -122,7 +123,7 @@ def timeline(named: Named, slug: str) -> Figure | None:
             "type": "bar", "orientation": "h", "name": words(lane), "y": [words(lane)] * len(events),
             "base": [event[2] / 1e3 for event in events], "x": [event[3] / 1e3 for event in events],
             "hovertext": text, "hoverinfo": "text", "showlegend": False,
-            "marker": {"color": f"var(--c{at + 1})", "opacity": 0.75, "line": {"width": 0.5, "color": "var(--panel)"}},
+            "marker": {"color": colour, "opacity": 0.75, "line": {"width": 0.5, "color": colour}},
         })  # fmt: skip
     edges = [start / 1e3 for start, _ in drawn["steps"]] + [sum(drawn["steps"][-1]) / 1e3] * bool(drawn["steps"])
     line = {"color": "var(--faint)", "dash": "dot"}
