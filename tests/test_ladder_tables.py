@@ -137,7 +137,12 @@ def test_the_table_has_the_scores_the_steps_and_the_share(tmp_path):
     assert [row[5] for row in steps.rows] == ["+0.00", "+0.00", "-25.00", "+0.00", "-25.00"]
     assert [row[1] for row in steps.rows] == ["unmodified", "stored", "smaller", "replaced", "smaller"]
     assert {row[0]: row[4] for row in shares.rows} == {"chain": "0.50", "world": "-", "mean": "1.00"}
-    assert {row[0]: row[6] for row in shares.rows}["world"] == "no loss to pay back"
+    assert "- world: no loss to pay back" in shares.notes
+    stream = io.StringIO()
+    show([scores, steps, shares], stream, 80)
+    rules = [line for line in stream.getvalue().splitlines() if line.startswith("─")]
+    assert max(map(len, rules)) <= 80
+    assert len(rules) <= 6
 
 
 def test_the_sheet_reads_back_and_says_what_the_tables_say(tmp_path):

@@ -144,7 +144,7 @@ def _score_table(ladder: Ladder, title: str) -> Plain:
         lines.append((rung.name, rung.change, *_cells(ladder, arm), *shown))
         notes += [f"failed {rung.name}: {rung.row.error}"] if rung.row.status == "failed" else []
     header = ("rung", "what changed", *ladder.tasks, MEAN, "token agreement", "KL median nats")
-    return Plain(title, header, tuple(lines), (*notes, *(f"{r.name}: {r.command}" for r in ladder.rungs)), 2)
+    return Plain(title, header, tuple(lines), (*notes, *(f"{r.name}: {r.command}" for r in ladder.rungs)), 2, 1)
 
 
 def _step_table(ladder: Ladder) -> Plain:
@@ -155,9 +155,9 @@ def _step_table(ladder: Ladder) -> Plain:
         n = step.delta or total.delta
         lines.append((rung.name, after, *_step(step), *_step(total), str(n.n) if n else "-"))
         reasons |= dict.fromkeys(s.reason for s in (step, total) if s.reason)
-    header = ("rung", "step from", "step pt", "95 %", "p", "to unmodified pt", "95 %", "p", "n")
+    header = ("rung", "step from", "step pt", "95\u00a0%", "p", "to unmodified pt", "95\u00a0%", "p", "n")
     about = "points of the mean over datasets, paired item by item; p of the two-sided exact test over all items"
-    return Plain("steps", header, tuple(lines), (about, *(f"- {reason}" for reason in reasons)), 2)
+    return Plain("steps", header, tuple(lines), (about, *(f"- {reason}" for reason in reasons)), 2, 1)
 
 
 def _repairs(ladder: Ladder) -> list[Plain]:
@@ -165,16 +165,19 @@ def _repairs(ladder: Ladder) -> list[Plain]:
     for position, rung in enumerate(ladder.rungs):
         if not rung.repairs:
             continue
-        lines = []
+        lines, reasons = [], dict[str, list[str]]()
         arms = (ladder.reference, ladder.below(position), ladder.arms[position])
         for name, share in ladder.paid_back(position).items():
             of = ladder.tasks if name == MEAN else [name]
             scores = [_mean({task: arm[task] for task in of if task in arm}) for arm in arms]
             interval = "-" if share.ci is None else f"[{share.ci[0]:.2f}, {share.ci[1]:.2f}]"
-            lines.append((name, *scores, "-" if share.value is None else f"{share.value:.2f}", interval, share.reason))
-        header = ("dataset", UNMODIFIED, "without", "with", "paid back", "95 %", "why not")
+            lines.append((name, *scores, "-" if share.value is None else f"{share.value:.2f}", interval))
+            if share.reason:
+                reasons.setdefault(share.reason, []).append(name)
+        header = ("dataset", UNMODIFIED, "without", "with", "paid back", "95\u00a0%")
         about = "share of the loss without it that is regained: 1 is all of it, more is above the unmodified model"
-        found.append(Plain(f"what {rung.name} pay back", header, tuple(lines), (about,)))
+        notes = (about, *(f"- {', '.join(names)}: {reason}" for reason, names in reasons.items()))
+        found.append(Plain(f"what the rung pays back: {rung.name}", header, tuple(lines), notes))
     return found
 
 

@@ -25,13 +25,16 @@ FORMULA = ("=", "+", "-", "@")  # what a spreadsheet would compute
 
 @dataclass(frozen=True)
 class Plain:
-    """One table. The first ``labels`` columns are words, the others numbers; every row is as long as the header."""
+    """One table. The first ``labels`` columns are words, the others numbers; every row is as long as the header. Where
+    a table is too wide for a terminal, its first ``repeat`` columns say in each part which line is which.
+    """
 
     title: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...] = ()
     labels: int = 1
+    repeat: int = 0  # 0: all columns of words
 
     def __post_init__(self) -> None:
         for row in self.rows:
@@ -56,6 +59,7 @@ def show(tables: Sequence[Plain], stream: TextIO, width: int | None = None) -> N
             lines += [line for line in joined if line]
             if not rest:
                 break
+            words = columns[: plain.repeat or plain.labels]
             lines.append("")
         stream.write("\n".join([*lines, *plain.notes, "", ""]))
 
@@ -63,8 +67,8 @@ def show(tables: Sequence[Plain], stream: TextIO, width: int | None = None) -> N
 def _column(plain: Plain, number: int) -> list[str]:
     """One column's lines, all as wide as the widest: the heading, a rule and the cells."""
     cells = [" ".join(row[number].split()) for row in plain.rows]
-    heading = [plain.header[number]] if number < plain.labels else plain.header[number].split() or [""]
-    tallest = max([1, *(len(name.split()) for name in plain.header[plain.labels :])])
+    heading = [plain.header[number]] if number < plain.labels else plain.header[number].split(" ")
+    tallest = max([1, *(len(name.split(" ")) for name in plain.header[plain.labels :])])
     lines = [""] * (tallest - len(heading)) + heading
     size = max(map(cell_len, [*lines, *cells]))
     lines += ["─" * size, *cells]

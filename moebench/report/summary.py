@@ -81,7 +81,7 @@ def summary(rows: Sequence[Row]) -> list[Plain]:
             (*key.cells[:2], c.label, *_delta(c.scores[key]), str(c.scores[key].gained), str(c.scores[key].lost))
             for key in keys for c in columns if key in c.scores
         ]  # fmt: skip
-        header = ("dataset", "version", "system", "delta pt", "95 %", "n", "p", "gained", "lost")
+        header = ("dataset", "version", "system", "delta pt", "95\u00a0%", "n", "p", "gained", "lost")
         about = ("paired item by item; interval by bootstrap over items, p of the two-sided exact test",)
         tables.append(Plain(f"{model}: system - reference, points", header, tuple(changes), about, 3))
     return tables
