@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib import import_module, resources
+from importlib import import_module, metadata, resources
 
 from moebench.testing.lab import Lab
 from moebench.testing.subject import Subject
@@ -28,5 +28,13 @@ def advice(subject: Subject) -> Iterator[str]:
         yield f"{subject.name}: no paper or other source named"
     package = import_module(spec.make.__module__).__package__
     own = bool(spec.paper) or subject.origin != "moebench"  # a classic cache needs no page
-    if own and package and not any(p.name.lower().startswith("readme") for p in resources.files(package).iterdir()):
+    if own and package and not _has_page(package):
         yield f"{subject.name}: no README in {package}"
+
+
+def _has_page(package: str) -> bool:
+    """Whether there is a README in the package, or in the distribution that it was installed from."""
+    if any(file.name.lower().startswith("readme") for file in resources.files(package).iterdir()):
+        return True
+    sources = metadata.packages_distributions().get(package.partition(".")[0], ()) if package != "moebench" else ()
+    return any("Description" in metadata.metadata(source) for source in sources)
