@@ -60,6 +60,8 @@ def test_everything_that_can_be_named_is_in_the_wheel(site, tmp_path):
     shipped = [p.stem for folder in ("models", "hardware_profiles") for p in (ROOT / folder).glob("*.yaml")]
     assert set(shipped) <= set(listed)
     assert {"lru", "belady", "resident", "ondemand", "mmap", "direct"} <= set(listed)
+    assert run(site, tmp_path, "new-system", "tide").returncode == 0
+    assert (tmp_path / "tide" / "moebench_tide" / "__init__.py").is_file()
 
 
 def check(source: Path) -> int:
