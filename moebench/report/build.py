@@ -130,7 +130,8 @@ def _common(found: Sequence[Group], sources: Sources) -> list[Section]:
         Section("assumptions", "Assumed and transferred inputs", text="" if inputs else "None.", grids=inputs),
         Section("hardware", "Hardware profiles", text=missing, grids=tuple(machines.profile_tables(sources.profiles))),
         Section("environments", "Made with", grids=made),
-        Section("definitions", "Definitions", 2, "", "\n".join(paragraphs()), prose(), (definitions("definitions"),)),
+        Section("definitions", "Definitions", grids=(definitions("definitions"),)),
+        Section("rules", "What holds for all of them", 3, html="\n".join(paragraphs()), markdown=prose()),
         Section(
             "left-out", "Left out", text="" if left else "Nothing: every file that was found is in the tables.",
             grids=(Grid("left-out", "Files and rows left out", (Column("what and why"),), left),) if left else (),

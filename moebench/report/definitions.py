@@ -43,4 +43,5 @@ def _bare(text: str) -> str:
 def _inline(block: str) -> str:
     text = escape(" ".join(block.split()))
     text = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", text)
+    text = re.sub(r"(?<![\w*])\*(\w[^*]*?)\*(?![\w*])", r"<em>\1</em>", text)
     return re.sub(r"`(.+?)`", r"<code>\1</code>", text)

@@ -46,6 +46,7 @@ def page(title: str, head: Sequence[str], sections: Sequence[Section], script: b
 <link rel="icon" href="data:,">
 <style>
 {_own("page.css")}</style>
+<noscript><style>.plot {{ height: auto !important; min-height: 0; }}</style></noscript>
 </head>
 <body>
 <a class="skip" href="#content">Skip to the tables</a>
@@ -81,11 +82,12 @@ def _section(section: Section) -> str:
 
 def _figure(figure: Figure) -> str:
     heading = "" if figure.folded else f"<h4>{escape(figure.title)}</h4>"
+    numbers = "its events stand in the trace beside this file" if figure.folded else "its numbers stand in the tables"
     return (
         f'<figure id="figure-{figure.slug}">{heading}'
         f'<div class="plot" id="plot-{figure.slug}" data-figure="data-{figure.slug}" role="img" '
         f'aria-label="{escape(figure.alt)}" style="height:{figure.height}px">'
-        "<noscript>This figure needs JavaScript; its numbers stand in the tables.</noscript></div>"
+        f"<noscript>This figure needs JavaScript; {numbers}.</noscript></div>"
         f"<figcaption>{escape(figure.caption)}</figcaption>"
         f'<script type="application/json" id="data-{figure.slug}">{figure.json}</script></figure>'
     )

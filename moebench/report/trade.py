@@ -73,7 +73,7 @@ def curves(rows: Sequence[Named], slug: str, looks: Looks) -> list[Figure]:
         lines: dict[str, list[tuple[float, Named]]] = {}
         for named in rows:
             amount, of = _budget(str(named.row.config.get("budget", "")))
-            if of == unit:
+            if of == unit and named.role not in ("floor", "ceiling"):  # these hold nothing and all, whatever the budget
                 lines.setdefault(_without_budget(named.name), []).append((amount, named))
         if not any(len({amount for amount, _ in line}) > 1 for line in lines.values()):
             continue
