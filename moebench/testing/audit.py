@@ -46,11 +46,13 @@ class Chance:
 class Audit:
     """One run's observer; ``attach`` it to the session before the first request.
 
-    ``truth`` [keys, bytes] are the experts as packed, where bytes move. ``until(step)`` ends the log before the
-    first layer of that pass.
+    ``truth`` [keys, bytes] are the experts as packed, where bytes move. ``until(step, layer)`` ends the
+    log before that layer is routed.
     """
 
-    def __init__(self, truth: np.ndarray | None = None, until: Callable[[Step], bool] = lambda step: False) -> None:
+    def __init__(
+        self, truth: np.ndarray | None = None, until: Callable[[Step, int], bool] = lambda step, layer: False
+    ) -> None:
         self.truth, self.until = truth, until
         self.log: list[tuple[Any, ...]] = []
         self.native: list[Routing] = []  # of the pass under way, by layer
@@ -96,6 +98,8 @@ class Audit:
         """A record is what was read, and nothing else."""
         self._check(f"end of pass {step.index}")
         if self.logging:
+            for tier in self._tiers():
+                self._note("held", tier.name, np.packbits(tier.slot_of >= 0).tobytes())
             fields = dataclasses.fields(record)
             self._note("pass", tuple((f.name, str(getattr(record, f.name))) for f in fields if f.name not in UNTIMED))
         self.records.append(record)
@@ -105,7 +109,7 @@ class Audit:
     def serve(self, layer: int, hidden: Any, native: Routing) -> tuple[Routing, Iterator[tuple[int, Any]]]:
         """Note the routing before and after the system saw it."""
         step = self.experts.step
-        self.logging = self.logging and not self.until(step)
+        self.logging = self.logging and not self.until(step, layer)
         kept = Routing(np.array(native.experts), self._numbers(native.weights))
         held = self._held(layer)
         routing, served = self._serve(layer, hidden, native)

@@ -5,7 +5,6 @@ Loads the model once. Knows sessions and packs; knows no system and decides noth
 
 from __future__ import annotations
 
-import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -26,10 +25,9 @@ from moebench.harness.passes import RECORDING, DemandLog
 from moebench.harness.plan import EMBEDDED, Cell, embedded_folder, plan
 from moebench.harness.session import Session, open_session
 from moebench.plugins import load_plugins
-from moebench.store.pack import EXPERTS, Pack
-from moebench.store.pages import aligned_buffer
 from moebench.systemspec import Equipment, Target
-from moebench.testing.audit import POISON, Audit
+from moebench.testing.audit import Audit
+from moebench.testing.packs import contents, poisoned
 from moebench.testing.subject import Subject
 
 PROMPT, TOKENS, CHUNK = 12, 8, 8  # tokens: of a prompt, of an answer, of a pass over a prompt
@@ -217,28 +215,6 @@ class Lab:
 
 
 REFERENCE = Arrangement("everything resident", budget="1.0")
-
-
-def poisoned(pack: Pack, out: Path) -> Pack:
-    """A copy of a pack in which every byte that belongs to no expert is poison."""
-    shutil.copytree(pack.path, out)
-    file = np.memmap(out / EXPERTS, np.uint8, "r+")
-    free = np.ones(len(file), bool)
-    for key in range(pack.keys):
-        for segment in pack.segments(key):
-            free[segment.offset : segment.offset + segment.nbytes] = False
-    file[free] = POISON
-    file.flush()
-    return Pack.open(out)
-
-
-def contents(pack: Pack) -> np.ndarray:
-    """The bytes of every expert, uint8 [keys, expert_bytes]."""
-    found, buffer = np.empty((pack.keys, pack.expert_bytes), np.uint8), aligned_buffer(pack.slot_bytes)
-    for key in range(pack.keys):
-        pack.read(key, buffer)
-        found[key] = buffer[: pack.expert_bytes]
-    return found
 
 
 @contextmanager

@@ -92,32 +92,35 @@ def uniform(trace: Trace, seed: int = 0) -> Trace:
     )  # fmt: skip
 
 
-def parted(trace: Trace, at: int) -> Trace:
-    """Another trace that is the same up to row ``at``, and from there on routes to the experts beside; predictions for
-    that row, made before it, are the same.
+def parted(trace: Trace, at: int, layer: int) -> Trace:
+    """Another trace that is the same up to ``layer`` of row ``at`` and from there on routes to the experts beside. What
+    was predicted and drafted up to that row was said before, and is the same.
     """
+    row = np.arange(trace.tokens)[:, None]
+    later = (row > at) | ((row == at) & (np.arange(trace.layers) >= layer))
 
-    def beside(ids: np.ndarray, first: int) -> np.ndarray:
-        later = np.arange(len(ids)).reshape(-1, *[1] * (ids.ndim - 1)) >= first
-        return np.where(later & (ids != ABSENT), (ids + 1) % trace.expert_count, ids).astype(np.int16)
+    def beside(ids: np.ndarray, where: np.ndarray) -> np.ndarray:
+        where = where.reshape(*where.shape, *[1] * (ids.ndim - where.ndim))
+        return np.where(where & (ids != ABSENT), (ids + 1) % trace.expert_count, ids).astype(np.int16)
 
     channels = dict(trace.channels)
     for name, array in channels.items():
         if array.dtype == np.int16 and array.ndim > 2:
-            channels[name] = beside(array, at + name.startswith("predicted."))
-    return replace(trace, experts=beside(trace.experts, at), channels=channels)
+            channels[name] = beside(array, row > at)
+    return replace(trace, experts=beside(trace.experts, later), channels=channels)
 
 
-def middle(trace: Trace) -> tuple[int, Callable[[Step], bool]]:
-    """A row in the middle of the last request's decoding, and whether a pass goes through it or beyond."""
-    row = int(np.flatnonzero(trace.phase == DECODE)[-TAIL])
+def middle(trace: Trace) -> tuple[int, int, Callable[[Step, int], bool]]:
+    """A row late in the last request, a layer in the middle, and whether a pass at some layer has come to them."""
+    row, middle_layer = int(np.flatnonzero(trace.phase == DECODE)[-TAIL]), trace.layers // 2
     sequence, position = int(trace.sequence[row]), int(trace.position[row])
 
-    def reached(step: Step) -> bool:
-        later = (step.sequence > sequence) | ((step.sequence == sequence) & (step.position >= position))
-        return bool(later.any())
+    def reached(step: Step, layer: int) -> bool:
+        here = step.sequence == sequence
+        beyond = (step.sequence > sequence) | (here & (step.position > position))
+        return bool(beyond.any() or (layer >= middle_layer and (here & (step.position == position)).any()))
 
-    return row, reached
+    return row, middle_layer, reached
 
 
 def replay_cell(lab: Lab, subject: Subject, hw: str = HW, batch: int = 1, **options: Any) -> Cell:

@@ -14,7 +14,8 @@ DEVIATIONS = 5.0
 
 
 def test_what_comes_later_changes_nothing_before(lab: Lab, subject: Subject, trace: Trace) -> None:
-    """Two traces that agree up to a token and differ after it leave, up to it, the same demands, hits, reads and times.
+    """Two traces that agree up to a layer of a token and differ after it leave, up to it, the same demands, hits,
+    reads, residents and times.
 
     A system that differs has read ahead in ``Target.trace``, or has files fitted on this very trace. A recorded
     ``predicted`` channel may be read for the token that comes next, no further.
@@ -26,9 +27,9 @@ def test_what_comes_later_changes_nothing_before(lab: Lab, subject: Subject, tra
 
 def check_causal(lab: Lab, subject: Subject, trace: Trace) -> None:
     """Compare the logs of two futures."""
-    row, reached = middle(trace)
+    row, layer, reached = middle(trace)
     logs = []
-    for each in (trace, parted(trace, row)):
+    for each in (trace, parted(trace, row, layer)):
         audit = Audit(until=reached)
         replay(lab, subject, each, audit)
         assert not audit.logging, "the traces never part"
