@@ -1,6 +1,7 @@
 # make run: set up and run the main job.   make test: set up what tests need and run them.   make check: lint, types, architecture.
 # make regress: replay the committed traces and compare with results/baseline; FORMAT=github annotates a pull request.
 # make regress-live: the same for answers of the shipped model.   make baseline: make results/baseline anew, both parts.
+# make report: the sample report of the committed results, in reports/sample.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -19,7 +20,7 @@ MOEBENCH := OMP_NUM_THREADS=1 MOEBENCH_PLUGINS= $(BIN)/moebench
 LIVE := systems=lru,edge0,flashmoe,moe_infinity,specprefetch,ssd_llama,bigmomo baselines=false
 REPLAY := model=tinymoe workload=trace workload.path=$(TRACES)
 
-.PHONY: run test check bench clean regress regress-live baseline live traces $(REPLAYS)
+.PHONY: run test check bench clean report regress regress-live baseline live traces $(REPLAYS)
 
 run: $(VENV)/.run
 	$(BIN)/moebench run $(ARGS)
@@ -42,6 +43,9 @@ regress: $(VENV)/.run
 	$(MAKE) -j2 --no-print-directory OUT=$(NEW)/replay $(REPLAYS)
 	$(BIN)/moebench regress baseline=$(BASELINE)/replay current=$(NEW)/replay exact=true format=$(FORMAT)
 
+report: $(VENV)/.run
+	$(MOEBENCH) report results=$(BASELINE) out=reports/sample
+
 regress-live: $(VENV)/.run
 	rm -rf $(NEW)/live
 	$(MAKE) --no-print-directory OUT=$(NEW)/live live
@@ -58,22 +62,6 @@ $(MACHINES:%=replay-%): replay-%: $(VENV)/.run
 
 replay-edge0 replay-bigmomo: replay-%: $(VENV)/.run
 	-$(MOEBENCH) run -m system=$* hw=$(subst $(space),$(comma),$(MACHINES)) $(REPLAY)/tinymoe-$*.safetensors out=$(OUT) > /dev/null
-
-live: $(VENV)/.run
-	rm -rf $(NEW)/live
-	$(MAKE) --no-print-directory OUT=$(NEW)/live live
-	$(BIN)/moebench regress baseline=$(BASELINE)/live current=$(NEW)/live format=$(FORMAT)
-
-baseline: $(VENV)/.run
-	rm -rf $(BASELINE)/replay $(BASELINE)/live
-	$(MAKE) -j2 --no-print-directory OUT=$(BASELINE)/replay $(REPLAYS)
-	$(MAKE) --no-print-directory OUT=$(BASELINE)/live live
-
-# What fails is a failed row or a missing one, and regress says so.
-$(REPLAYS): replay-%: $(VENV)/.run
-	-$(MOEBENCH) compare systems=all hw=$* $(REPLAY)/tinymoe.safetensors out=$(OUT) > /dev/null
-	-$(MOEBENCH) run system=edge0 hw=$* $(REPLAY)/tinymoe-edge0.safetensors out=$(OUT) > /dev/null
-	-$(MOEBENCH) run system=bigmomo hw=$* $(REPLAY)/tinymoe-bigmomo.safetensors out=$(OUT) > /dev/null
 
 live: $(VENV)/.run
 	-$(MOEBENCH) compare $(LIVE) hw=m4pro model=tinymoe quality=quick out=$(OUT) > /dev/null
