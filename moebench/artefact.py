@@ -6,13 +6,15 @@ Knows files and headers; knows no system and no meaning of a tensor.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import platform
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import resources
+from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import xxhash
 
 from moebench.errors import UsageError
 from moebench.plugins import home
+from moebench.version import __version__
 
 HEADER = "moebench"
 SCHEMA = 1
@@ -117,6 +120,38 @@ def fitting(name: str, matrix: np.ndarray | None, shape: tuple[int, ...]) -> np.
     if not np.isfinite(matrix).all():
         raise UsageError(f"{name} holds numbers that are not finite")
     return matrix
+
+
+def require_same(system: str, model: str, target: str, pairs: Mapping[str, tuple[Any, Any]], command: str) -> None:
+    """Refuse an artefact of ``model`` where it and the run of ``target`` differ in one of ``pairs``, what -> (its, the
+    run's); ``command`` makes one that fits.
+    """
+    for what, (made, wanted) in pairs.items():
+        if made != wanted:
+            raise UsageError(
+                f"{system}: the artefact was made for {model} with {what} {made}, {target} runs with {what} {wanted}; "
+                f"make one that fits: {command}"
+            )
+
+
+def made_with(folder: Path, scripts: Sequence[str], packages: Sequence[str]) -> dict[str, dict[str, str]]:
+    """For an artefact's provenance: versions of what made it, and hashes of the ``scripts`` in ``folder``."""
+    return {
+        "versions": {
+            "python": platform.python_version(),
+            "moebench": __version__,
+            **{package: metadata.version(package) for package in packages},
+        },
+        "scripts": {script: sha256(folder / script) for script in scripts},
+    }
+
+
+def sha256(file: Path) -> str:
+    """Of a file's content; one that cannot be read is one line."""
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError as error:
+        raise UsageError(f"{file}: {error.strerror}") from None
 
 
 def broken(file: Path, what: str) -> UsageError:

@@ -29,7 +29,7 @@ class WorkloadConfig:
     batch: int = option(1, "sequences that decode together")
 
     def __post_init__(self) -> None:
-        _at_least("workload", self, requests=1, prompt_tokens=1, new_tokens=2, batch=1, seed=0)
+        at_least("workload", self, requests=1, prompt_tokens=1, new_tokens=2, batch=1, seed=0)
         if self.kind == "trace" and not self.path:
             raise UsageError("workload kind=trace needs workload.path=FOLDER, a trace written by 'moebench trace'")
         if self.kind == "synthetic" and self.path:
@@ -60,7 +60,7 @@ class QualityConfig:
     unsafe_code: bool = option(False, "run the programs that a model writes, in a process with limits")
 
     def __post_init__(self) -> None:
-        _at_least("quality", self, limit=0, batch=1)
+        at_least("quality", self, limit=0, batch=1)
         if not self.suite.replace(",", "").strip():
             raise UsageError("quality= is empty; say none, quick, local, opencompass5 or names of lm-eval tasks")
         on = [name for name in ("limit", "text", "data_dir", "unsafe_code") if getattr(self, name)]
@@ -122,7 +122,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         if isinstance(self.quality, str):
             object.__setattr__(self, "quality", QualityConfig(self.quality))
-        _at_least("run", self, repeats=1, warmup_tokens=0, chunk=0, seed=0)
+        at_least("run", self, repeats=1, warmup_tokens=0, chunk=0, seed=0)
         parse_budget(self.budget, 1)
         if self.device_budget != "auto":
             parse_budget(self.device_budget, 1, "device_budget", "the budget")
@@ -147,7 +147,8 @@ class RunConfig:
         return {**plain, "system": {"id": self.system, **knobs}}
 
 
-def _at_least(where: str, config: Any, **bounds: int) -> None:
+def at_least(where: str, config: Any, **bounds: int) -> None:
+    """Refuse an option below its bound."""
     for name, bound in bounds.items():
         if getattr(config, name) < bound:
             raise UsageError(f"{where}: {name} must be at least {bound}, got {getattr(config, name)}")

@@ -115,7 +115,8 @@ class Preparation:
     ``options`` is a frozen dataclass of the system's own options, a default for each. ``fit(options, folder, name, out,
     progress)`` works on a model folder and returns the path of what it wrote under ``out``; ``convert(options, source,
     folder, name, out)`` takes files that others published. ``progress(text, done, total)``. With ``geometries`` a model
-    that only replays will do as well: ``folder`` is then its geometry file.
+    that only replays will do as well: ``folder`` is then its geometry file. While it fits, torch has as many threads
+    as an option ``threads`` says, where there is one.
     """
 
     options: type

@@ -26,8 +26,9 @@ RIGHT = np.array([[60, 30], [70, 50]])
 
 def counted(**changes):
     """Acceptance of a model that does not exist."""
-    return Counted(**{"model": "small", "weights_hash": "m", "top_k": GEOMETRY.top_k, "draft": "d",
-                      "draft_hash": "h", "places": 100, "right": RIGHT.astype(np.int64), "provenance": {"seed": 1}, **changes})  # fmt: skip
+    told = {"model": "small", "weights_hash": "m", "top_k": GEOMETRY.top_k, "draft": "d", "draft_hash": "h"}
+    found = {"places": 100, "right": RIGHT.astype(np.int64), "provenance": {"seed": 1}}
+    return Counted(**{**told, **found, **changes})
 
 
 def test_a_file_says_what_was_counted_and_is_found_by_both_hashes(tmp_path, monkeypatch):
@@ -114,7 +115,11 @@ def test_prepare_counts_tinymoes_own_draft(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [({"draft": "none"}, "no acceptance"), ({"depth": 0}, "depth must be at least 1"), ({"seed": -1}, "seed at 0")],
+    [
+        ({"draft": "none"}, "no acceptance"),
+        ({"depth": 0}, "depth must be at least 1"),
+        ({"seed": -1}, "seed must be at least 0"),
+    ],
 )
 def test_prepare_refuses_what_cannot_be(changes, words):
     with pytest.raises(UsageError, match=words):

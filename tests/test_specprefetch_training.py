@@ -13,14 +13,14 @@ import torch
 from artefact_fixtures import examples_file, model_folder
 from safetensors.torch import save_file
 
-from moebench.artefact import read_header
+from moebench.artefact import read_header, sha256
 from moebench.backends.torch_source import folder_hash
 from moebench.cli import main
 from moebench.errors import UsageError
 from moebench.systems.specprefetch.adapters import Shape
 from moebench.systems.specprefetch.artefact import load
 from moebench.systems.specprefetch.importer import convert
-from moebench.systems.specprefetch.prepare import SCRIPTS, PrepareOptions, fit, sha256
+from moebench.systems.specprefetch.prepare import SCRIPTS, PrepareOptions, fit
 from moebench.systems.specprefetch.training import Adapters, Teacher, items
 
 

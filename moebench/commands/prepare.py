@@ -8,8 +8,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from moebench.commands.places import writable_folder
 from moebench.commands.words import describe, parse
@@ -61,7 +63,7 @@ def main(words: Sequence[str]) -> int:
     if source is not None and how.convert is not None:
         made = how.convert(options, source, folder, name, out)
     else:
-        with progress_bar() as bar:
+        with _threads(options), progress_bar() as bar:
             task = bar.add_task("starting", total=None)
             made = how.fit(
                 options, folder, name, out,
@@ -72,6 +74,15 @@ def main(words: Sequence[str]) -> int:
     document = {"artefact": str(made), "system": chosen.system, "model": name, "bytes": nbytes}
     print(json.dumps(document, separators=(",", ":")))
     return 0
+
+
+def _threads(options: Any) -> AbstractContextManager[None]:
+    """As many threads of torch as a system's own option says, for as long as it fits."""
+    if not hasattr(options, "threads"):
+        return nullcontext()
+    from moebench.backends.torch_threads import torch_threads
+
+    return torch_threads(options.threads)
 
 
 def _preparation(system: str, registry: Registry) -> Preparation:

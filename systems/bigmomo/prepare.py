@@ -7,23 +7,20 @@ served model went on to say. Imports torch only when it runs.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import platform
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from moebench.config import option
+from moebench.artefact import made_with
+from moebench.config import at_least, option
 from moebench.draft import ROOT, Draft, lookup
 from moebench.errors import UsageError
 from moebench.systems.bigmomo.acceptance import LOOKUP, Counted, draft_hash_of, save
 from moebench.systemspec import Preparation
-from moebench.version import __version__
 
 Progress = Callable[[str, int, int], None]
 Propose = Callable[[np.ndarray, int, int], Draft]
@@ -44,11 +41,7 @@ class PrepareOptions:
     threads: int = option(1, "threads of torch")
 
     def __post_init__(self) -> None:
-        for name in ("depth", "branching", "requests", "threads"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"prepare: {name} must be at least 1, got {getattr(self, name)}")
-        if self.new_tokens < 2 or self.seed < 0:
-            raise UsageError("prepare: new_tokens starts at 2 and seed at 0")
+        at_least("prepare", self, depth=1, branching=1, requests=1, threads=1, new_tokens=2, seed=0)
         if self.draft == "none":
             raise UsageError("prepare: draft=none has no acceptance; choose auto, lookup, or a folder")
 
@@ -83,13 +76,6 @@ def count(propose: Propose, prompt: list[int], answer: list[int], depth: int, br
 
 def fit(options: PrepareOptions, folder: Path, name: str, out: Path, progress: Progress) -> Path:
     """Answer, count, and write a folder named after model and draft below ``out``."""
-    from moebench.backends.torch_threads import torch_threads
-
-    with torch_threads(options.threads):
-        return _fit(options, folder, name, out, progress)
-
-
-def _fit(options: PrepareOptions, folder: Path, name: str, out: Path, progress: Progress) -> Path:
     from moebench.backends.torch_model import TorchBackend
     from moebench.backends.torch_source import folder_hash
     from moebench.commands.record import RecordingExperts
@@ -144,12 +130,7 @@ def _provenance(options: PrepareOptions, prompts: int) -> dict[str, Any]:
         "source": Path(options.prompts).name or "training side of tinymoe's domains",
         "prompts": prompts,
         "options": {k: v for k, v in dataclasses.asdict(options).items() if k not in ("draft", "prompts", "threads")},
-        "versions": {
-            "python": platform.python_version(),
-            "moebench": __version__,
-            **{package: metadata.version(package) for package in ("torch", "transformers")},
-        },
-        "scripts": {script.name: hashlib.sha256(script.read_bytes()).hexdigest()},
+        **made_with(script.parent, (script.name,), ("torch", "transformers")),
     }
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from moebench.artefact import broken, fitting, read, stored, write
+from moebench.artefact import broken, fitting, read, require_same, stored, write
 from moebench.backends.base import Adapters
 from moebench.errors import UsageError
 from moebench.systems.edge0.heads import PARTS, Plan, head_shapes
@@ -132,12 +132,7 @@ def check(artefact: Artefact, target: Target, top_k: int) -> None:
         "hidden size": (base.hidden, shape.hidden),
         "K": (artefact.plan.top_k, top_k),
     }
-    for what, (made, wanted) in pairs.items():
-        if made != wanted:
-            raise UsageError(
-                f"edge0: the artefact was made for {base.model} with {what} {made}, {target.name} runs with"
-                f" {what} {wanted}; make one that fits: {_command(target, top_k)}"
-            )
+    require_same("edge0", base.model, target.name, pairs, _command(target, top_k))
 
 
 def find(target: Target, top_k: int) -> Path:

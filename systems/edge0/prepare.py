@@ -7,18 +7,16 @@ place and a later call with the same options goes on from there. Imports torch o
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata, resources
+from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from moebench.config import option
+from moebench.artefact import made_with, sha256
+from moebench.config import at_least, option
 from moebench.errors import UsageError
 from moebench.systemspec import Preparation
-from moebench.version import __version__
 
 SCRIPTS = ("basemodel.py", "data.py", "heads.py", "prepare.py", "student.py", "training.py")
 
@@ -44,10 +42,8 @@ class PrepareOptions:
     quant: Literal["int4", "int8", "none"] = option("int4", "stored precision of experts that training sees")
 
     def __post_init__(self) -> None:
-        bounds = {"k": 0, "first": 0, "rank": 1, "steps_distil": 0, "steps_tune": 0, "steps_onpolicy": 0, "seed": 0}
-        for name, least in {**bounds, "threads": 1}.items():
-            if getattr(self, name) < least:
-                raise UsageError(f"prepare: {name} must be at least {least}, got {getattr(self, name)}")
+        steps = dict.fromkeys(("steps_distil", "steps_tune", "steps_onpolicy"), 0)
+        at_least("prepare", self, k=0, first=0, rank=1, **steps, seed=0, threads=1)
         if not 0 < self.alpha < float("inf"):
             raise UsageError(f"prepare: alpha must be a positive number, got {self.alpha}")
 
@@ -59,16 +55,6 @@ def place(out: Path, name: str, top_k: int) -> Path:
 
 def fit(options: PrepareOptions, folder: Path, name: str, out: Path, progress: Progress) -> Path:
     """Train and write the artefact; ``KeyboardInterrupt`` leaves a state to go on from and says where it is."""
-    from moebench.backends.torch_threads import torch_threads
-
-    with torch_threads(options.threads):
-        return _fit(options, folder, name, out, progress)
-
-
-def _fit(
-    options: PrepareOptions, folder: Path, name: str, out: Path, progress: Callable[[str, int, int], None]
-) -> Path:
-    """What ``fit`` does, with as many threads as were asked for."""
     import torch
 
     from moebench.systems.edge0.artefact import save
@@ -177,11 +163,10 @@ def _data(options: PrepareOptions, examples: Any) -> dict[str, str]:
     """What the examples are: a file by name and content, or a generator's description."""
     if not options.data:
         return {"data": examples.name}
-    return {"data": Path(options.data).name, "data_sha256": _sha256(Path(options.data))}
+    return {"data": Path(options.data).name, "data_sha256": sha256(Path(options.data))}
 
 
 def _provenance(training: Any, options: PrepareOptions) -> dict[str, Any]:
-    here = Path(__file__).parent
     return {
         **_data(options, training.examples),
         "seed": options.seed,
@@ -191,20 +176,8 @@ def _provenance(training: Any, options: PrepareOptions) -> dict[str, Any]:
         "seconds": round(training.seconds, 1),
         "threads": options.threads,
         "losses": {phase: round(loss, 6) for phase, loss in training.losses.items()},
-        "versions": {
-            "python": platform.python_version(),
-            "moebench": __version__,
-            **{name: metadata.version(name) for name in ("torch", "transformers")},
-        },
-        "scripts": {script: _sha256(here / script) for script in SCRIPTS},
+        **made_with(Path(__file__).parent, SCRIPTS, ("torch", "transformers")),
     }
-
-
-def _sha256(file: Path) -> str:
-    try:
-        return hashlib.sha256(file.read_bytes()).hexdigest()
-    except OSError as error:
-        raise UsageError(f"{file}: {error.strerror}") from None
 
 
 PREPARATION = Preparation(PrepareOptions, fit, convert)

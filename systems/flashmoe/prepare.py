@@ -7,21 +7,18 @@ another seed than those that runs are made of. Imports torch only when it runs.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 from moebench import geometry
-from moebench.config import option
+from moebench.artefact import made_with
+from moebench.config import at_least, option
 from moebench.errors import UsageError
 from moebench.systemspec import Preparation
 from moebench.trace.format import Trace, load
-from moebench.version import __version__
 
 SCRIPTS = ("labels.py", "nets.py", "prepare.py", "training.py")
 HIDDEN = {"joint": 64, "shared": 32}
@@ -52,10 +49,7 @@ class PrepareOptions:
     threads: int = option(2, "threads of torch")
 
     def __post_init__(self) -> None:
-        least = {"requests": 0, "new_tokens": 0, "hidden": 0, "chunk": 1, "epochs": 1, "patience": 1, "seed": 0}
-        for name, bound in {**least, "threads": 1}.items():
-            if getattr(self, name) < bound:
-                raise UsageError(f"prepare: {name} must be at least {bound}, got {getattr(self, name)}")
+        at_least("prepare", self, requests=0, new_tokens=0, hidden=0, chunk=1, epochs=1, patience=1, seed=0, threads=1)
         for name, bound in {"horizon": 100, "held_out": 1, "rate": 1}.items():
             if not 0 < getattr(self, name) < bound:
                 raise UsageError(f"prepare: {name} must lie between 0 and {bound}, got {getattr(self, name)}")
@@ -65,15 +59,6 @@ class PrepareOptions:
 
 def fit(options: PrepareOptions, folder: Path, name: str, out: Path, progress: Progress) -> Path:
     """Fit and write the folder ``name`` below ``out``; ``folder`` is a model's, or the file of a geometry."""
-    from moebench.backends.torch_threads import torch_threads
-
-    with torch_threads(options.threads):
-        return _fit(options, folder, name, out, progress)
-
-
-def _fit(options: PrepareOptions, folder: Path, name: str, out: Path, progress: Progress) -> Path:
-    """What ``fit`` does, with as many threads as were asked for."""
-
     from moebench.systems.flashmoe.artefact import Fitted, save
     from moebench.systems.flashmoe.labels import held_out_rows, samples
     from moebench.systems.flashmoe.training import Recipe
@@ -156,7 +141,6 @@ def _routing(options: PrepareOptions, folder: Path, name: str, progress: Progres
 
 
 def _provenance(options: PrepareOptions, trace: Trace, steps: int, reports: dict[str, Any]) -> dict[str, Any]:
-    here = Path(__file__).parent
     settings = {
         k: v for k, v in dataclasses.asdict(options).items() if k not in ("nets", "trace", "prompts", "requests")
     }
@@ -169,12 +153,7 @@ def _provenance(options: PrepareOptions, trace: Trace, steps: int, reports: dict
         "steps": steps,
         "options": settings,
         "fits": reports,
-        "versions": {
-            "python": platform.python_version(),
-            "moebench": __version__,
-            **{name: metadata.version(name) for name in ("numpy", "torch")},
-        },
-        "scripts": {script: hashlib.sha256((here / script).read_bytes()).hexdigest() for script in SCRIPTS},
+        **made_with(Path(__file__).parent, SCRIPTS, ("numpy", "torch")),
     }
 
 

@@ -6,25 +6,20 @@ prompts; for a geometry they are counted on a given trace. Nothing is trained.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import platform
-import random
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata, resources
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from moebench import geometry
-from moebench.config import option
+from moebench.artefact import made_with
+from moebench.config import at_least, option
 from moebench.errors import UsageError
 from moebench.systems.moe_infinity import artefact
 from moebench.systems.moe_infinity.counting import count
 from moebench.systemspec import Preparation
 from moebench.trace.format import Trace, load
-from moebench.version import __version__
 
 SCRIPTS = ("counting.py", "prepare.py")
 Progress = Callable[[str, int, int], None]
@@ -41,9 +36,7 @@ class PrepareOptions:
     seed: int = option(0, "seed of the choice of prompts")
 
     def __post_init__(self) -> None:
-        for name, least in {"requests": 1, "new_tokens": 2, "seed": 0}.items():
-            if getattr(self, name) < least:
-                raise UsageError(f"prepare: {name} must be at least {least}, got {getattr(self, name)}")
+        at_least("prepare", self, requests=1, new_tokens=2, seed=0)
         if self.trace and self.prompts:
             raise UsageError("prepare: prompts has no effect with trace=FILE")
 
@@ -65,43 +58,16 @@ def fit(options: PrepareOptions, folder: Path, name: str, out: Path, progress: P
         from moebench.backends.torch_source import folder_hash
 
         weights_hash = folder_hash(folder)
-        trace = load(options.trace) if options.trace else _record(options, folder, progress)
+        trace = load(options.trace) if options.trace else _recorded(options, folder, progress)
     made = artefact.Prepared(name, trace.top_k, trace.hash, count(trace), weights_hash, _provenance(options, trace))
     return artefact.save(made, out / name)
 
 
-def _record(options: PrepareOptions, folder: Path, progress: Progress) -> Trace:
-    from moebench.commands.record import RecordOptions, record
-    from moebench.harness.plan import EMBEDDED, embedded_folder
+def _recorded(options: PrepareOptions, folder: Path, progress: Progress) -> Trace:
+    from moebench.commands.record import training_trace
 
-    embedded = folder.resolve() == embedded_folder().resolve()
-    if not (options.prompts or embedded):
-        raise UsageError("prepare: only tinymoe has prompts of its own; give prompts=FILE or trace=FILE")
-    done = 0
-
-    def tick() -> None:
-        nonlocal done
-        done += 1
-        progress("requests", done, options.requests)
-
-    with tempfile.TemporaryDirectory() as scratch:
-        prompts = options.prompts or str(_training_prompts(options, Path(scratch) / "prompts.jsonl"))
-        words = RecordOptions(
-            out="", model=EMBEDDED if embedded else str(folder), prompts=prompts, requests=options.requests,
-            new_tokens=options.new_tokens, seed=options.seed,
-        )  # fmt: skip
-        return record(words, None, None, tick)
-
-
-def _training_prompts(options: PrepareOptions, path: Path) -> Path:
-    """Prompts of all domains in turn from the training side, which shares none with what is evaluated."""
-    from moebench.models.tinymoe.domains import DOMAINS, generate
-
-    rng = random.Random(f"moe_infinity/{options.seed}")
-    domains = list(DOMAINS)
-    items = [generate(domains[i % len(domains)], rng, test=False) for i in range(options.requests)]
-    path.write_text("".join(json.dumps({"prompt": item.prompt}) + "\n" for item in items))
-    return path
+    seed = f"moe_infinity/{options.seed}"
+    return training_trace(folder, options.requests, options.new_tokens, options.prompts, seed, progress)
 
 
 def _provenance(options: PrepareOptions, trace: Trace) -> dict[str, Any]:
@@ -117,15 +83,7 @@ def _provenance(options: PrepareOptions, trace: Trace) -> dict[str, Any]:
         **data,
         "requests": len(trace.sequence_starts),
         "tokens": trace.tokens,
-        "versions": {
-            "python": platform.python_version(),
-            "moebench": __version__,
-            **{
-                name: metadata.version(name)
-                for name in ("numpy", *(() if options.trace else ("torch", "transformers")))
-            },
-        },
-        "scripts": {script: hashlib.sha256((here / script).read_bytes()).hexdigest() for script in SCRIPTS},
+        **made_with(here, SCRIPTS, ("numpy",) if options.trace else ("numpy", "torch", "transformers")),
     }
 
 

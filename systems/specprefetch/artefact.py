@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from moebench.artefact import broken, fitting, read, stored, write
+from moebench.artefact import broken, fitting, read, require_same, stored, write
 from moebench.errors import UsageError
 from moebench.systems.specprefetch.adapters import Shape
 from moebench.systemspec import Target
@@ -117,9 +117,5 @@ def check(artefact: Artefact, target: Target, horizon: int) -> None:
         "hidden size": (shape.hidden, geometry.hidden),
         "K": (artefact.top_k, geometry.top_k),
     }
-    for what, (made, wanted) in pairs.items():
-        if made != wanted:
-            raise UsageError(
-                f"specprefetch: the artefact was made for {artefact.model} with {what} {made}, {target.name} runs with"
-                f" {what} {wanted}; make one that fits: moebench prepare system=specprefetch model={target.name}"
-            )
+    command = f"moebench prepare system=specprefetch model={target.name}"
+    require_same("specprefetch", artefact.model, target.name, pairs, command)

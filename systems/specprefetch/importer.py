@@ -16,12 +16,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 
+from moebench.artefact import sha256
 from moebench.backends.torch_experts import expert_modules, router_module
 from moebench.backends.torch_source import empty_model, folder_hash
 from moebench.errors import UsageError
 from moebench.systems.specprefetch.adapters import Shape
 from moebench.systems.specprefetch.artefact import Artefact, save
-from moebench.systems.specprefetch.prepare import PrepareOptions, given, place, sha256
+from moebench.systems.specprefetch.prepare import PrepareOptions, given, place
 
 KEY = re.compile(r"(?:.+\.)?lora_([AB])\.layer(\d+)_h([12])")
 LAYER = re.compile(r"layers\.(\d+)\.")

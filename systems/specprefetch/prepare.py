@@ -5,18 +5,15 @@ An artefact is the folder ``<model>-<adapters>-<base>`` below ``out``. Imports t
 
 from __future__ import annotations
 
-import hashlib
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from moebench.config import option
+from moebench.artefact import made_with
+from moebench.config import at_least, option
 from moebench.errors import UsageError
 from moebench.systemspec import Preparation
-from moebench.version import __version__
 
 SCRIPTS = ("adapters.py", "prepare.py", "training.py")
 
@@ -39,9 +36,7 @@ class PrepareOptions:
     threads: int = option(2, "threads of torch")
 
     def __post_init__(self) -> None:
-        for name, least in {"rank": 0, "horizon": 1, "steps": 0, "examples": 1, "seed": 0, "threads": 1}.items():
-            if getattr(self, name) < least:
-                raise UsageError(f"prepare: {name} must be at least {least}, got {getattr(self, name)}")
+        at_least("prepare", self, rank=0, horizon=1, steps=0, examples=1, seed=0, threads=1)
         if not 0 < self.rate < 1:
             raise UsageError(f"prepare: rate must lie between 0 and 1, got {self.rate}")
 
@@ -53,16 +48,6 @@ def place(out: Path, name: str, kind: str, base: str) -> Path:
 
 def fit(options: PrepareOptions, folder: Path, name: str, out: Path, progress: Progress) -> Path:
     """Distil and write the artefact."""
-    from moebench.backends.torch_threads import torch_threads
-
-    with torch_threads(options.threads):
-        return _fit(options, folder, name, out, progress)
-
-
-def _fit(
-    options: PrepareOptions, folder: Path, name: str, out: Path, progress: Callable[[str, int, int], None]
-) -> Path:
-    """What ``fit`` does, with as many threads as were asked for."""
     import torch
 
     from moebench.systems.specprefetch.adapters import Shape
@@ -86,12 +71,7 @@ def _fit(
         "rate": options.rate,
         "tokens": tokens,
         "kl": {"first": round(losses[0], 6), "last": round(losses[-1], 6)} if losses else {},
-        "versions": {
-            "python": platform.python_version(),
-            "moebench": __version__,
-            **{package: metadata.version(package) for package in ("torch", "transformers")},
-        },
-        "scripts": {script: sha256(Path(__file__).parent / script) for script in SCRIPTS},
+        **made_with(Path(__file__).parent, SCRIPTS, ("torch", "transformers")),
     }
     made = Artefact(
         name, teacher.weights_hash, teacher.top_k, shape, student.arrays(), teacher.gate_arrays(), provenance
@@ -104,14 +84,6 @@ def convert(options: PrepareOptions, source: Path, folder: Path, name: str, out:
     from moebench.systems.specprefetch.importer import convert as take
 
     return take(options, source, folder, name, out)
-
-
-def sha256(file: Path) -> str:
-    """Of a file's content; one that cannot be read is one line."""
-    try:
-        return hashlib.sha256(file.read_bytes()).hexdigest()
-    except OSError as error:
-        raise UsageError(f"{file}: {error.strerror}") from None
 
 
 def given(options: Any) -> list[str]:

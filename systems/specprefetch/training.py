@@ -18,12 +18,13 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer
 
+from moebench.artefact import sha256
 from moebench.backends.torch_experts import expert_modules, router_module
 from moebench.backends.torch_source import folder_hash, load_model
 from moebench.errors import UsageError
 from moebench.jsonl import read_jsonl
 from moebench.systems.specprefetch.adapters import Shape
-from moebench.systems.specprefetch.prepare import PrepareOptions, sha256
+from moebench.systems.specprefetch.prepare import PrepareOptions
 
 LAG_WEIGHT = {1: 2.0, 2: 1.0}
 WARM, CLIP = 0.03, 0.5
