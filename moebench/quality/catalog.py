@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -29,28 +30,42 @@ def load(config: QualityConfig) -> tuple[dict[str, Any], dict[str, str]]:
 
     Raises one line for what does not exist, cannot be reached or may not be run.
     """
-    from lm_eval.tasks import TaskManager
-
     listed = {entry["task"]: entry for entry in opencompass5()}
     names = {"local": local.TASKS, "opencompass5": tuple(listed)}.get(config.suite) or _names(config.suite)
-    folders = [Path(str(resources.files("moebench.quality"))) / "tasks"]
-    if config.data_dir:
-        folders.append(Path(config.data_dir).expanduser())
-        if not folders[-1].is_dir():
-            raise UsageError(f"quality.data_dir={config.data_dir} is no folder")
-    own = set(local.TASKS) >= set(names)
-    manager = TaskManager(include_path=folders, include_defaults=not own)
+    if config.data_dir and not Path(config.data_dir).expanduser().is_dir():
+        raise UsageError(f"quality.data_dir={config.data_dir} is no folder")
+    near = tuple(entry["folder"] for entry in listed.values() if "folder" in entry)
+    manager = _manager(config.data_dir, near)
+    if not all(name in manager.task_index for name in names):
+        manager = _everything(config.data_dir)
     tasks: dict[str, Any] = {}
     for name in names:
         if name not in manager.task_index:
             raise _unknown(name, manager.all_tasks)
+        _require_limits(manager, name)
         tasks |= _load(manager, name, config.data_dir, listed.get(name, {}).get("fields"))
-    _require_permission(tasks, manager, config.unsafe_code)
+    _require_permission(tasks, config.unsafe_code)
     for task in tasks.values():
         if task.config.num_fewshot is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
     return tasks, {name: entry["filter"] for name, entry in listed.items() if "filter" in entry}
+
+
+def _manager(data_dir: str, near: tuple[str, ...] = ()) -> Any:
+    """What finds tasks: in moebench's own folder, in folders of lm-eval's tree (none named: in all of it), and in a
+    user's folder.
+    """
+    import lm_eval.tasks
+
+    tree = Path(lm_eval.tasks.__file__).parent
+    folders = [Path(str(resources.files("moebench.quality"))) / "tasks", *(tree / name for name in near)]
+    if data_dir:
+        folders.append(Path(data_dir).expanduser())
+    return lm_eval.tasks.TaskManager(include_path=folders, include_defaults=not near)
+
+
+_everything = lru_cache(maxsize=4)(_manager)  # lm-eval's whole tree takes seconds to read
 
 
 def _names(suite: str) -> tuple[str, ...]:
@@ -63,10 +78,11 @@ def _names(suite: str) -> tuple[str, ...]:
 
 def _load(manager: Any, name: str, data_dir: str, fields: list[str] | None) -> dict[str, Any]:
     """The tasks behind one name, which may be a group's; their data from the user's folder where it has them."""
-    kind = "group" if name in manager.all_groups else "task"
     found = _local_data(name, data_dir)
     try:
-        loaded = manager.load([{"group": "moebench", "task": [{kind: name, **found}]}] if found else [name])["tasks"]
+        index = manager.task_index  # load() hands no changes to the members of a group
+        built = manager._factory.build(index[name], overrides=found or None, registry=index)
+        loaded = manager.load(built if isinstance(built, list) else [built])["tasks"]
     except ImportError as error:
         raise UsageError(f"task {name} needs a package that is not here: {error}") from None
     except Exception as error:  # whatever a hub, a gate or a file leads the libraries to
@@ -116,8 +132,21 @@ def _local_data(name: str, data_dir: str) -> dict[str, Any]:
     }
 
 
-def _require_permission(tasks: dict[str, Any], manager: Any, allowed: bool) -> None:
-    """Programs that a model writes run only where that was said, and only with limits."""
+def _require_limits(manager: Any, name: str) -> None:
+    """Refuse a task of lm-eval's tree that runs programs in lm-eval's own way."""
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    path = manager.task_index[name].yaml_path
+    if path is None or "lm_eval" not in Path(path).parts:
+        return
+    if load_yaml(path, resolve_func=False, recursive=True).get("unsafe_code"):
+        raise UsageError(
+            f"task {name} would run programs without limits; humaneval_limited runs them in a process with limits"
+        )
+
+
+def _require_permission(tasks: dict[str, Any], allowed: bool) -> None:
+    """Programs that a model writes run only where that was said."""
     unsafe = [name for name, task in tasks.items() if getattr(task, "UNSAFE_CODE", False)]
     if unsafe and not allowed:
         raise UsageError(
@@ -126,16 +155,10 @@ def _require_permission(tasks: dict[str, Any], manager: Any, allowed: bool) -> N
         )
     if allowed and not unsafe:
         raise UsageError("quality.unsafe_code has no effect: no task of the suite runs programs")
-    for name in unsafe:
-        path = manager.task_index[name].yaml_path
-        if path is not None and "lm_eval" in Path(path).parts:
-            raise UsageError(
-                f"task {name} would run programs without limits; humaneval_limited runs them in a process with limits"
-            )
 
 
 def _unknown(name: str, valid: list[str]) -> UsageError:
-    near = ", ".join(difflib.get_close_matches(name, valid, n=5)) or "none"
+    near = ", ".join(difflib.get_close_matches(name, [*SUITES, *valid], n=5)) or "none"
     return UsageError(
         f"unknown quality suite or task {name!r}; suites: {', '.join(SUITES)}; near it among {len(valid)} tasks: "
         f"{near}; all: lm-eval ls tasks"

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import logging
 import random
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from importlib import metadata
 from typing import Any
@@ -123,7 +124,9 @@ def _metric(name: str, samples: Sequence[Mapping[str, Any]]) -> tuple[str, np.nd
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No bars and no notes of the libraries, and their seeds set as lm-eval sets them: prompts are always the same."""
+    """No bars and notes of the libraries, nothing on stdout; their seeds as lm-eval sets them, so that prompts are
+    always the same.
+    """
     import datasets
     from lm_eval.api import task as tasks
     from tqdm import tqdm
@@ -136,7 +139,8 @@ def quiet() -> Iterator[None]:
     datasets.disable_progress_bars()
     tasks.tqdm = partial(tqdm, disable=True)
     try:
-        yield
+        with redirect_stdout(sys.stderr):
+            yield
     finally:
         tasks.tqdm = before
         logger.setLevel(level)
