@@ -1,7 +1,6 @@
 """``moebench new-system NAME``: writes a plugin package that installs, runs and passes its tests, to be made one's own.
 
-The package is a copy of ``moebench/template`` under another name. Writes all of it or nothing; loads nothing from the
-network.
+The package is a copy of ``moebench/system-template`` under another name. Writes all of it or nothing; uses no network.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def write_package(name: str, folder: Path) -> Path:
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UsageError(f"{folder} exists already and is not an empty folder; nothing was written")
     writable_folder(folder.parent, f"out={folder}: folder")
-    template, rename = Path(str(resources.files("moebench"))) / "template", _rename(name)
+    template, rename = Path(str(resources.files("moebench"))) / "system-template", _rename(name)
     whole = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         for file in FILES:
