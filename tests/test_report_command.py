@@ -127,7 +127,7 @@ def test_files_that_are_no_results_are_named_in_the_report_and_on_stderr(tmp_pat
     result.write(older, tmp_path / "r")
     assert main(["report", f"results={tmp_path / 'r'}", f"out={tmp_path / 'out'}"]) == 0
     warned, page = capsys.readouterr().err, (tmp_path / "out/report.html").read_text()
-    left_out = page[page.index('id="left-out"') :]
+    left_out = page[page.index('id="omitted"') :]
     for name in ("cut.json", "foreign.json", "newer.json", "edited.json"):
         assert name in warned
         assert name in left_out

@@ -169,6 +169,10 @@ def test_the_table_goes_from_floor_to_ceiling_with_published_rows_beside_their_s
 def test_rows_of_one_system_are_told_apart_and_no_two_share_a_name(group):
     names = [named.name for named in group.rows]
     assert len(names) == len(set(names))
+    twin = row("lru", workload={"kind": "prompts", "seed": 1, "hash": "ffffffffff"})
+    (both,) = groups([row("lru"), twin], ROLES)
+    assert [named.name for named in both.rows] == ["lru", "lru"]  # their workloads tell them apart
+    assert len({named.workload for named in both.rows}) == 2
     assert "lru budget=0.05" in names
     assert "slru" in names
 

@@ -194,3 +194,25 @@ def test_no_text_of_a_row_breaks_a_markdown_table_or_is_a_tag(hostile):
 def test_timeline_names_are_data(hostile):
     found = json.loads(hostile["report.timeline.json"])
     assert any(event["name"] == HOSTILE for event in found["traceEvents"])
+
+
+def test_names_of_machines_and_models_cannot_clash_with_those_of_sections():
+    names = [
+        ("m4pro", "tiny"),
+        ("m4pro", "tiny-steps"),
+        ("m4pro", "tiny.steps"),
+        ("hardware", "m4pro"),
+        ("M4PRO", "tiny"),
+    ]
+    files = build([row("lru", hw=hw, model=model) for hw, model in names], Sources())
+    page = Reader(files["report.html"])
+    ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
+    assert len(ids) == len(set(ids))
+    assert len([name for name in files if name.endswith(".csv")]) == files["report.html"].count("<caption")
+
+
+def test_a_report_without_figures_has_no_library():
+    page = build([failed()], Sources())["report.html"]
+    assert len(page) < 100_000
+    assert "the disk is full" in page
+    Reader(page)

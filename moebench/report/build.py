@@ -7,24 +7,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from moebench.hardware import HardwareProfile
-from moebench.report import machines, tables, times, trade
+from moebench.report import machines, tables
+from moebench.report.chapter import chapter
 from moebench.report.definitions import definitions, paragraphs, prose
-from moebench.report.figure import Figure, Looks
-from moebench.report.grid import Cell, Column, Grid, from_plain
-from moebench.report.groups import Group, groups, one_budget
+from moebench.report.figure import Looks
+from moebench.report.grid import Cell, Column, Grid
+from moebench.report.groups import Group, groups
 from moebench.report.page import Section, page
 from moebench.report.perfetto import trace
 from moebench.report.plain import to_csv, to_markdown
-from moebench.report.summary import summary
 from moebench.result import Row
 
 TITLE = "moebench report"
-LONG = 30  # rows of a table of scores above which it is folded
-PERFETTO = "report.timeline.json beside this file holds the tokens of all rows and opens in Perfetto."
-HOW_TO_SWEEP = "moebench run -m system=lru,slru,belady budget=0.05,0.1,0.25,0.5"
 
 
 @dataclass(frozen=True)
@@ -47,9 +44,12 @@ def build(rows: Sequence[Row], sources: Sources) -> dict[str, str]:
     sections: list[Section] = []
     taken: set[str] = set()
     for group in found:
-        sections += _group(group, _slug(f"{group.hw}-{group.model}", taken), looks, sources)
+        sections += chapter(group, _slug(f"{group.hw}-{group.model}", taken), looks, sources.commands)
     sections += _common(found, sources)
-    files = {"report.html": page(TITLE, _head(found), sections), "report.md": _markdown(found, sections)}
+    files = {
+        "report.html": page(TITLE, _head(found), sections, any(section.figures for section in sections)),
+        "report.md": _markdown(found, sections),
+    }
     for section in sections:
         files |= {f"report.tables/{grid.slug}.csv": to_csv(grid.sheet) for grid in section.grids}
     return files | {"report.timeline.json": trace(found)}
@@ -76,50 +76,6 @@ def _head(found: Sequence[Group]) -> list[str]:
     return lines
 
 
-def _group(group: Group, slug: str, looks: Looks, sources: Sources) -> list[Section]:
-    """The chapter of one machine and model."""
-    sections = [Section(slug, group.title, grids=(tables.results(group, slug),))]
-
-    def part(name: str, title: str, text: str, grids: Sequence[Grid | None], figures: Sequence[Figure | None]) -> None:
-        shown = tuple(filter(None, grids)), tuple(filter(None, figures))
-        sections.append(Section(f"{slug}-{name}", title, 3, text, grids=shown[0], figures=shown[1]))
-
-    each = [(f"{slug}-{at}" if at else slug, rows) for at, rows in enumerate(group.pictures.values())]
-    several = len(each) > 1
-    notes = " Each workload has a picture of its own, in the order of the table." if several else ""
-    pictures = [trade.pareto(rows, at, looks) for at, rows in each] + [
-        trade.quality(rows, at, looks) for at, rows in each
-    ]
-    if any(pictures):
-        part("trade", "Speed, memory and quality", notes, (), pictures)
-    curves = [figure for at, rows in each for figure in trade.curves(rows, at, looks)]
-    how = "" if curves else f"No system ran at two budgets here. A sweep draws these curves: {HOW_TO_SWEEP}"
-    part("budget", "Against the budget", how, (), curves)
-    swept = {at: one_budget(rows) for at, rows in each}
-    fewer = any(len(rows) > len(swept[at]) for at, rows in each)
-    only = "The figures show each system at one budget, the one that most of them have." if fewer else ""
-    split = [times.split(rows, at) for at, rows in swept.items()]
-    if any(split):
-        part("time", "Where the time goes", only, [tables.split(group, f"{slug}-time-per-token")], split)
-    spread = [times.spread(rows, at) for at, rows in swept.items()]
-    if any(spread):
-        grids = [tables.steps(group, f"{slug}-steps"), tables.by_misses(group, f"{slug}-misses")]
-        misses = [times.by_misses(rows, at, looks) for at, rows in swept.items()]
-        part("steps", "Latency and its tail", only, grids, [*spread, *misses])
-    lines = [times.timeline(named, f"{at}-{n}") for at, rows in swept.items() for n, named in enumerate(rows)]
-    if any(lines):
-        part("timeline", "A few tokens on a timeline", PERFETTO, (), lines)
-    scored = [named.row for named in group.rows if named.row.quality]
-    if scored:
-        scores = [
-            replace(from_plain(f"{slug}-quality-{at}", plain), folded=len(plain.rows) > LONG)
-            for at, plain in enumerate(summary(scored))
-        ]
-        part("quality", "Quality", "", scores, ())
-    part("again", "How to get each row again", "", [tables.commands(group, f"{slug}-commands", sources.commands)], ())
-    return sections
-
-
 def _common(found: Sequence[Group], sources: Sources) -> list[Section]:
     """The chapters that hold for all rows."""
     inputs = tuple(filter(None, [tables.assumptions(found, "assumptions")]))
@@ -133,8 +89,8 @@ def _common(found: Sequence[Group], sources: Sources) -> list[Section]:
         Section("definitions", "Definitions", grids=(definitions("definitions"),)),
         Section("rules", "What holds for all of them", 3, html="\n".join(paragraphs()), markdown=prose()),
         Section(
-            "left-out", "Left out", text="" if left else "Nothing: every file that was found is in the tables.",
-            grids=(Grid("left-out", "Files and rows left out", (Column("what and why"),), left),) if left else (),
+            "omitted", "Left out", text="" if left else "Nothing: every file that was found is in the tables.",
+            grids=(Grid("omitted", "Files and rows left out", (Column("what and why"),), left),) if left else (),
         ),
     ]  # fmt: skip
 
@@ -155,8 +111,8 @@ def _line(text: str) -> str:
 
 
 def _slug(text: str, taken: set[str]) -> str:
-    """A name for anchors and files that no other group has."""
-    base = re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.") or "group"
+    """A name for anchors and files that no other group has; what belongs to it comes after a point."""
+    base = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "group"
     slug, number = base, 2
     while slug in taken:
         slug, number = f"{base}-{number}", number + 1

@@ -73,7 +73,9 @@ class Grid:
             tuple(cell.text + (f" ({notes[cell.note]})" if cell.note else "") for cell in row) for row in self.rows
         )
         lines = [f"({letter}) {note}" for note, letter in notes.items()]
-        return Plain(self.title, self._header, rows, tuple(filter(None, (self.caption, *lines, *self.remarks))))
+        words = next((at for at, column in enumerate(self.columns) if column.right), len(self.columns))
+        about = tuple(filter(None, (self.caption, *lines, *self.remarks)))
+        return Plain(self.title, self._header, rows, about, words)
 
     @property
     def sheet(self) -> Plain:

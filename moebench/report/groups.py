@@ -19,7 +19,7 @@ PUBLISHED = "published"
 
 @dataclass(frozen=True)
 class Named:
-    """A row with a name that no other of its group has, and what it is to the table."""
+    """A row with a name that no other of its group and workload has, and what it is to the table."""
 
     name: str
     role: str
@@ -130,23 +130,25 @@ def _amount(budget: Any) -> tuple[int, float, str]:
 
 
 def _named(rows: Sequence[Row], roles: Mapping[str, str]) -> list[Named]:
-    """Each row's name: its system's, with the options that tell rows of one system apart."""
+    """Each row's name: its system's, with the options that tell rows of one system and workload apart."""
     workloads = _workloads(rows)
-    of: dict[str, list[dict[str, Any]]] = {}
+    of: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
-        of.setdefault(row.system, []).append(options(row.config) if row.config else {})
-    named, taken = [], set()
+        if row.config:
+            of.setdefault((row.system, workloads[row.id]), []).append(options(row.config))
+    named: list[Named] = []
+    taken: set[tuple[str, str]] = set()
     for row in rows:
-        mine = options(row.config)
-        others = [config for config in of[row.system] if config]
+        mine, workload = options(row.config), workloads[row.id]
+        others = of.get((row.system, workload), [])
         differ = [key for key in mine if len({str(config.get(key)) for config in others}) > 1]
         name = " ".join([row.system, *(f"{_short(key)}={mine[key]}" for key in differ)])
         if row.workload["kind"] == PUBLISHED:
             name = f"{row.system} (published)"
-        while name in taken:
+        while (name, workload) in taken:
             name += "'"
-        taken.add(name)
-        named.append(Named(name, roles.get(row.system, "system"), row, workloads[row.id]))
+        taken.add((name, workload))
+        named.append(Named(name, roles.get(row.system, "system"), row, workload))
     return named
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from moebench.hardware import HardwareProfile, Quantity
@@ -15,7 +16,7 @@ def profile_tables(profiles: Mapping[str, HardwareProfile]) -> list[Grid]:
     """For each machine its declared numbers, and the curve of its random reads."""
     found = []
     for name, profile in profiles.items():
-        slug = "hardware-" + "".join(c if c.isalnum() else "-" for c in name.lower())
+        slug = "hardware." + re.sub(r"[^a-z0-9]+", "-", name.lower())
         declared = [_line(key, quantity) for key, quantity in profile.quantities.items()]
         for stack in profile.stacks.values():
             own = " (its own)" if stack.name == profile.stack else ""

@@ -31,7 +31,7 @@ class Section:
     figures: tuple[Figure, ...] = ()
 
 
-def page(title: str, head: Sequence[str], sections: Sequence[Section], script: bool = True) -> str:
+def page(title: str, head: Sequence[str], sections: Sequence[Section], script: bool) -> str:
     """The whole document. ``head`` are lines below the title; ``script``: figures are in it, so plotly has to be."""
     inside = "\n".join(_section(section) for section in sections)
     facts = "\n".join(f'<p class="facts">{escape(line)}</p>' for line in head)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -39,7 +40,8 @@ def pareto(rows: Sequence[Named], slug: str, looks: Looks) -> Figure | None:
         f"{', '.join(named.name for named in _unbeaten(real))}."
     )
     alt = "Scatter of decode tokens per second over peak active GiB, one mark for each row, with its Pareto front."
-    shape = layout(axis("peak active GiB"), axis("decode tok/s", type=scale([y for _, _, y in points])))
+    xs, ys = [x for _, x, _ in points], [y for _, _, y in points]
+    shape = layout(axis("peak active GiB", type=scale(xs)), axis("decode tok/s", type=scale(ys)))
     return Figure(f"{slug}-pareto", "Speed against memory", caption, alt, [*fronts, *data], shape, 400)
 
 
@@ -114,7 +116,8 @@ def _unbeaten(points: Sequence[Point]) -> list[Named]:
 
 def _marks(points: Sequence[Point], named: Collection[str], looks: Looks, x: str, y: str) -> list[dict[str, Any]]:
     """A trace for each system, joined where it has several rows; those ``named`` have their name beside them."""
-    middle = (min(at for _, at, _ in points) + max(at for _, at, _ in points)) / 2
+    ends = min(at for _, at, _ in points), max(at for _, at, _ in points)
+    middle = math.sqrt(ends[0] * ends[1]) if scale(ends) == "log" else sum(ends) / 2
     data = []
     for system in dict.fromkeys(found.row.system for found, _, _ in points):
         mine = [point for point in points if point[0].row.system == system]
