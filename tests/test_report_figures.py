@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from report_fixtures import ROLES, comparison, details, failed, published, row
 
 from moebench.report import tables, times, trade
-from moebench.report.figure import Looks
+from moebench.report.figure import Figure, Looks
 from moebench.report.groups import groups, newest, one_budget
 from moebench.report.pareto import front
 from moebench.report.tail import rank, tail
@@ -34,7 +34,7 @@ def looks(rows):
 
 
 def test_all_figures_are_valid_plotly(rows, looks):
-    from plotly.graph_objects import Figure
+    from plotly import graph_objects
 
     found = [trade.pareto(rows, "a", looks), trade.quality(rows, "a", looks), *trade.curves(rows, "a", looks)]
     found += [times.split(rows, "a"), times.spread(rows, "a"), times.by_misses(rows, "a", looks)]
@@ -42,7 +42,7 @@ def test_all_figures_are_valid_plotly(rows, looks):
     assert len(found) == 8
     for figure in found:
         text = re.sub(r"var\(--\w+\)", "#123456", json.dumps({"data": figure.data, "layout": figure.layout}))
-        assert Figure(json.loads(text)).data
+        assert graph_objects.Figure(json.loads(text)).data
         assert figure.caption
         assert figure.alt
 
@@ -198,3 +198,9 @@ def test_of_a_cell_the_last_run_is_shown_and_older_ones_are_named():
 def test_steps_of_the_fixture_add_up():
     found = details(10.0)
     assert sum(found["split_ms_per_token"].values()) == pytest.approx(sum(found["steps"]["ms"]) / 120)
+
+
+def test_nothing_in_a_figure_ends_the_script_that_holds_it():
+    figure = Figure("a", "", "", "", [{"name": "</script><!--&", "x": [1]}], {})
+    assert not set("<>&") & set(figure.json)
+    assert json.loads(figure.json)["data"] == list(figure.data)
