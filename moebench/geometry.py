@@ -7,6 +7,7 @@ flat key is ``layer * experts + expert``. Knows no weights and no devices.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import yaml
 from moebench.errors import UsageError
 from moebench.units import align_up
 
+EMBEDDED = "tinymoe"
 QUANT_BITS = {"none": 16.0, "int8": 8.0, "int4": 4.0}
 
 
@@ -123,6 +125,11 @@ class Geometry:
     def expert_flops_per_row(self) -> float:
         """FLOPs of one routed expert for one token row: 2 * 3 * hidden * intermediate."""
         return 2.0 * self.expert_parameters
+
+
+def embedded_folder() -> Path:
+    """The checkpoint that ships with moebench."""
+    return Path(str(resources.files("moebench.models.tinymoe"))) / "checkpoint"
 
 
 def load(path: str | Path) -> Geometry:

@@ -1,45 +1,59 @@
-"""``moebench list [systems|hardware|models|engines] [-v]``: everything that can be named, read from the registry."""
+"""``moebench list [systems|hardware|models|engines|NAME ...] [-v]``: what can be named, or one thing in full."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from collections.abc import Sequence
 
 from moebench import geometry, hardware
 from moebench.errors import unknown
+from moebench.geometry import EMBEDDED
 from moebench.plugins import Registry, load_plugins
 from moebench.units import human_bytes
 
-USAGE = "usage: moebench list [systems|hardware|models|engines ...] [-v]\n"
+USAGE = """usage: moebench list [systems|hardware|models|engines|NAME ...] [-v]
+
+  a kind lists its names, -v with options, sources and derived sizes; a NAME shows that thing with all of it
+"""
 KINDS = ("systems", "hardware", "models", "engines")
 
 
 def main(words: Sequence[str]) -> int:
-    """Print the chosen kinds, all without a choice; ``-v`` adds knobs, sources and derived bytes."""
+    """Print kinds and single things, all kinds without a choice; ``-v`` adds knobs, sources and derived bytes."""
     if any(word in ("-h", "--help") for word in words):
         print(USAGE, end="")
         return 0
     verbose = any(word in ("-v", "--verbose") for word in words)
-    kinds = [word for word in words if word not in ("-v", "--verbose", "debug=true", "debug=false")]
-    for kind in kinds:
-        if kind not in KINDS:
-            raise unknown("kind", kind, KINDS)
+    chosen = [word for word in words if word not in ("-v", "--verbose", "debug=true", "debug=false")]
     registry = load_plugins()
-    for kind in kinds or KINDS:
-        print(kind)
-        for name in sorted(getattr(registry, kind)):
-            try:
-                lines = DESCRIBE[kind](registry, name, verbose)
-            except ValueError as error:
-                print(f"moebench: warning: {error}", file=sys.stderr)
-                continue
-            owner = registry.origin[f"{kind}/{name}"]
-            source = f"   from {owner}" if owner != "moebench" else ""
-            print(f"  {name:<24} {lines[0]}{source}".rstrip())
-            for line in lines[1:]:
-                print(f"  {'':<24} {line}")
+    names = {kind: sorted(getattr(registry, kind)) for kind in KINDS}
+    names["models"] = [EMBEDDED, *names["models"]]
+    for word in chosen:
+        if word not in KINDS and not any(word in known for known in names.values()):
+            raise unknown("kind or name", word, {*KINDS, *(name for known in names.values() for name in known)})
+    for kind in KINDS:
+        if not chosen or kind in chosen:
+            print(kind)
+            _show(registry, kind, names[kind], verbose)
+        else:
+            _show(registry, kind, [name for name in names[kind] if name in chosen], True)
     return 0
+
+
+def _show(registry: Registry, kind: str, names: Sequence[str], verbose: bool) -> None:
+    for name in names:
+        try:
+            lines = DESCRIBE[kind](registry, name, verbose)
+        except ValueError as error:
+            print(f"moebench: warning: {error}", file=sys.stderr)
+            continue
+        owner = registry.origin.get(f"{kind}/{name}", "moebench")
+        source = f"   from {owner}" if owner != "moebench" else ""
+        print(f"  {name:<24} {lines[0]}{source}".rstrip())
+        for line in lines[1:]:
+            print(f"  {'':<24} {line}")
 
 
 def _system(registry: Registry, name: str, verbose: bool) -> list[str]:
@@ -69,7 +83,19 @@ def _hardware(registry: Registry, name: str, verbose: bool) -> list[str]:
     return lines
 
 
+def _embedded(verbose: bool) -> list[str]:
+    """The model that ships with its weights, from its own configuration."""
+    config = json.loads((geometry.embedded_folder() / "config.json").read_text())
+    layers, experts, top = (config[k] for k in ("num_hidden_layers", "num_local_experts", "num_experts_per_tok"))
+    lines = [f"{layers} layers x {experts} experts, top-{top}; ships with its weights: answers, so it has a quality"]
+    if verbose:
+        lines += [f"{config['model_type']}, hidden {config['hidden_size']}, vocabulary {config['vocab_size']}"]
+    return lines
+
+
 def _model(registry: Registry, name: str, verbose: bool) -> list[str]:
+    if name == EMBEDDED:
+        return _embedded(verbose)
     shape = geometry.load(registry.model_path(name))
     lines = [
         f"{shape.layers} layers x {shape.experts} experts, top-{shape.top_k}, {human_bytes(shape.routed_bytes)} routed"

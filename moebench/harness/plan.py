@@ -13,12 +13,11 @@ from moebench import hardware, machine
 from moebench.budget import parse_budget
 from moebench.config import RunConfig
 from moebench.errors import UsageError, unknown
-from moebench.geometry import Geometry
+from moebench.geometry import EMBEDDED, Geometry, embedded_folder
 from moebench.hardware import HardwareProfile
 from moebench.plugins import Registry
 from moebench.systemspec import SystemSpec
 
-EMBEDDED = "tinymoe"
 MODELED = ("direct", "uring", "pread", "mmap")  # engines whose time the virtual clock knows
 WHOLE_PROMPT = 1 << 20  # tokens of a prefill pass that no prompt exceeds
 
@@ -54,13 +53,6 @@ class Cell:
     def folder_name(self) -> str:
         """A live model's name: the embedded one's, or its folder's."""
         return EMBEDDED if self.folder == embedded_folder() else self.folder.resolve().name
-
-
-def embedded_folder() -> Path:
-    """The checkpoint that ships with moebench."""
-    from importlib import resources
-
-    return Path(str(resources.files("moebench.models.tinymoe"))) / "checkpoint"
 
 
 def plan(config: RunConfig, registry: Registry) -> list[Cell]:
