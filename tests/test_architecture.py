@@ -53,6 +53,9 @@ def test_the_wheel_runs_the_main_job_in_an_empty_folder(site, tmp_path):
     assert {"tinymoe", "qwen3.6-35b-a3b"} <= set(done.stdout.split())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["home", "results"]
     assert len(list(tmp_path.glob("results/m4pro/*/*.json"))) == 2
+    done = run(site, tmp_path, "report")
+    assert done.returncode == 0, done.stderr
+    assert "<caption" in (tmp_path / "reports" / "report.html").read_text()
 
 
 def test_everything_that_can_be_named_is_in_the_wheel(site, tmp_path):
