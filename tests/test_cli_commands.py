@@ -110,6 +110,19 @@ def test_the_list_shows_all_kinds_and_details_on_demand(capsys):
     assert "slru" not in detail
 
 
+def test_the_list_shows_one_thing_in_full_by_its_name(capsys):
+    assert main(["list", "bigmomo"]) == 0
+    text = capsys.readouterr().out
+    assert "system.tau=" in text
+    assert "slru" not in text
+    assert main(["list", "tinymoe", "m4pro"]) == 0
+    text = capsys.readouterr().out
+    assert "8 layers x 32 experts, top-4" in text
+    assert "read_curve" in text
+    assert main(["list", "models"]) == 0
+    assert "tinymoe" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("command", [["list", "hardware"], ["doctor"]])
 @pytest.mark.parametrize("content", [b"id: broken\n", b"[1]", b"", b"a: [", b"\xff\xfe", b"1: 2\nstack: []\n"])
 def test_a_broken_profile_of_the_user_does_not_hide_the_others(command, content, tmp_path, capsys):
