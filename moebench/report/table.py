@@ -7,7 +7,7 @@ for all rows stands above the table once. Knows rows, no files.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TextIO
 
 from rich import box
