@@ -14,11 +14,12 @@ from moebench.quality.members import members
 from moebench.quality.paired import Delta, Share, exact_p, paid_back, paired_delta
 from moebench.report.plain import Plain
 from moebench.report.summary import p_text
-from moebench.report.table import number
+from moebench.report.table import HEADINGS, number
 from moebench.result import Row
 
 MEAN = "mean"
 UNMODIFIED = "unmodified"
+LIKENESS = ("token_agreement", "kl_median_nats", "kl_p99_nats")  # to the unmodified model, on held-out text
 
 
 @dataclass(frozen=True)
@@ -137,13 +138,13 @@ def data(ladder: Ladder) -> list[dict[str, Any]]:
 
 
 def _score_table(ladder: Ladder, title: str) -> Plain:
-    lines = [(UNMODIFIED, "bf16, experts resident", *_cells(ladder, ladder.reference), "-", "-")]
+    lines = [(UNMODIFIED, "bf16, experts resident", *_cells(ladder, ladder.reference), *["-"] * len(LIKENESS))]
     notes = []
     for rung, arm in zip(ladder.rungs, ladder.arms, strict=True):
-        shown = (_metric(rung.row, name) for name in ("token_agreement", "kl_median_nats"))
+        shown = (_metric(rung.row, name) for name in LIKENESS)
         lines.append((rung.name, rung.change, *_cells(ladder, arm), *shown))
         notes += [f"failed {rung.name}: {rung.row.error}"] if rung.row.status == "failed" else []
-    header = ("rung", "what changed", *ladder.tasks, MEAN, "token agreement", "KL median nats")
+    header = ("rung", "what changed", *ladder.tasks, MEAN, *(HEADINGS[name] for name in LIKENESS))
     return Plain(title, header, tuple(lines), (*notes, *(f"{r.name}: {r.command}" for r in ladder.rungs)), 2, 1)
 
 
