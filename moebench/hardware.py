@@ -11,6 +11,7 @@ import json
 import math
 import re
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ class HardwareProfile:
         if name not in self.quantities:
             raise HardwareError(
                 f"hardware {self.id} declares no {name}, which this run needs; add it to the profile, in "
-                f"{NUMBERS[name][0]} and with its source, or choose another hw="
+                f"{NUMBERS[name][0]} and with its source, or choose a machine that does: {', '.join(_shipped(name))}"
             )
         return self.quantities[name].value
 
@@ -175,6 +176,15 @@ def load(path: str | Path) -> HardwareProfile:
     except yaml.YAMLError as error:
         raise HardwareError(f"hardware file {path} is not YAML: {' '.join(str(error).split())}") from None
     return from_dict(data, str(path))
+
+
+def _shipped(name: str) -> list[str]:
+    """Profiles that ship and declare an optional number."""
+    section, key = name.split(".")
+    files = [file for file in resources.files("moebench.hardware_profiles").iterdir() if file.name.endswith(".yaml")]
+    return sorted(Path(file.name).stem for file in files if key in yaml.safe_load(file.read_text())[section]) or [
+        "none"
+    ]
 
 
 def from_dict(data: Any, where: str) -> HardwareProfile:

@@ -72,6 +72,8 @@ def test_debug_shows_where_a_system_failed(mini, plugin, capsys):
         (["workload=prompts"], ["mini is a geometry"]),
         (["budget=20KiB"], ["budget=32768B"]),
         (["memory=1KiB"], ["raise memory="]),
+        (["workload.batch=3"], ["more than workload.requests=2"]),
+        (["codec=rans", "hw=snapdragon_8_elite_gen5"], ["compute.rans_gb_s", "a machine that does: m2_16gb, m4pro"]),
     ],
 )
 def test_what_cannot_be_is_one_line_and_exit_code_2(mini, capsys, words, hints):
