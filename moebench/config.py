@@ -30,10 +30,6 @@ class WorkloadConfig:
 
     def __post_init__(self) -> None:
         at_least("workload", self, requests=1, prompt_tokens=1, new_tokens=2, batch=1, seed=0)
-        if self.kind != "trace" and self.batch > self.requests:
-            raise UsageError(
-                f"workload.batch={self.batch} is more than workload.requests={self.requests}, all that there are"
-            )
         if self.kind == "trace" and not self.path:
             raise UsageError("workload kind=trace needs workload.path=FOLDER, a trace written by 'moebench trace'")
         if self.kind == "synthetic" and self.path:

@@ -64,6 +64,9 @@ def plan(config: RunConfig, registry: Registry) -> list[Cell]:
         config = replace(config, scope=spec.scope)
     if not config.chunk:
         config = replace(config, chunk=WHOLE_PROMPT if spec.whole_prompt else 32)
+    asked = config.workload
+    if asked.kind != "trace" and asked.batch > asked.requests:
+        raise UsageError(f"workload.batch={asked.batch} is more than workload.requests={asked.requests}, all there are")
     profile = hardware.load(registry.hardware_path(config.hw))
     clock, why = _clock(config, profile)
     engine = config.engine if config.engine != "auto" else spec.engine or profile.engine
