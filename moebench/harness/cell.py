@@ -185,7 +185,8 @@ def _live(cell: Cell, registry: Registry, progress: Progress) -> Row:
     for _ in range(config.repeats if cell.clock == "wall" else 1):
         cache_state = environment.page_cache_state(cell, model.pack)
         progress(f"{cell.spec.id} on {cell.profile.id}: {len(prompts)} prompts through {cell.model}")
-        with Sessions(cell, registry, model, backend, equipment, context, config.warmup_tokens) as fresh:
+        sizes = (context, config.warmup_tokens, config.workload.batch)
+        with Sessions(cell, registry, model, backend, equipment, *sizes) as fresh:
             decode(session := fresh(decode))
         runs.append(session)
     metrics = figures.speed(cell, runs)

@@ -37,10 +37,10 @@ class Sessions:
 
     def __init__(
         self, cell: Cell, registry: Registry, model: LiveModel, backend: Any, equipment: Equipment, context: int,
-        warmup: int,
+        warmup: int, batch: int,
     ) -> None:  # fmt: skip
         self.cell, self.registry, self.model, self.backend, self.equipment = cell, registry, model, backend, equipment
-        self.context, self.warmup, self.opened = context, warmup, []
+        self.context, self.warmup, self.batch, self.opened = context, warmup, batch, []
 
     def __enter__(self):
         return self.open
@@ -64,7 +64,7 @@ class Sessions:
         session = open_session(
             cell, self.model.geometry, self.registry, pack=self.model.pack, dense_bytes=self.backend.dense_bytes,
             dense_bits=16.0, kv_bytes=self.backend.kv_bytes, future=future, observers=observers,
-            warmup_tokens=self.warmup, batch=self.cell.config.workload.batch, context=self.context,
+            warmup_tokens=self.warmup, batch=self.batch, context=self.context,
             longest_prompt=max(1, self.context - self.cell.config.workload.new_tokens), equipment=self.equipment,
             ops=self.backend.ops, drafter=self.model.drafter,
         )  # fmt: skip

@@ -6,7 +6,7 @@ Opens sessions on the live model; knows no task.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from moebench.config import RunConfig
@@ -71,8 +71,6 @@ def ask(suite: Suite, asked: Asked, progress: Callable[[str], None]) -> tuple[di
 def _under_system(suite: Suite, asked: Asked, native: Native) -> tuple[dict[str, TaskScores], Parity]:
     """All answers and predictions of the system, in one session with its cache as it comes."""
     cell = asked.cell
-    workload = replace(cell.config.workload, batch=suite.batch)
-    cell = replace(cell, config=replace(cell.config, workload=workload))
     decoded = cell.spec.fidelity(cell.config.knobs) == "altered"
     found: list[tuple[dict[str, TaskScores], Parity]] = []
 
@@ -83,7 +81,8 @@ def _under_system(suite: Suite, asked: Asked, native: Native) -> tuple[dict[str,
         found[:] = [(tasks, likeness)]
 
     room = min(suite.longest, max(TOKENS, suite.longest) // suite.batch)
-    with Sessions(cell, asked.registry, asked.model, asked.backend, asked.equipment, room, 0) as fresh:
+    sizes = (room, 0, suite.batch)
+    with Sessions(cell, asked.registry, asked.model, asked.backend, asked.equipment, *sizes) as fresh:
         work(fresh(work))
     return found[0]
 
