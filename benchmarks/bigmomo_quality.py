@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 
 import moebench
-from moebench.quality import local
 
 TAUS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)
 HW = "snapdragon_8_elite_gen5"
@@ -19,9 +18,8 @@ HW = "snapdragon_8_elite_gen5"
 
 def main(items: int, words: list[str]) -> None:
     """One line per tau."""
-    local.BATCH = 1  # a window of twenty sequences drops other experts than a window of one
-    local.ITEMS["quick"] = items
-    options = {"hw": HW, "model": "tinymoe", "quality": "quick", "budget": "0.26"}
+    # a window of twenty sequences drops other experts than a window of one
+    options = {"hw": HW, "model": "tinymoe", "budget": "0.26", "quality.limit": items, "quality.batch": 1}
     options |= dict(word.split("=", 1) for word in words)
     print("tau | dropped/(row, layer) impact demanded/row reads/token tok/s | delta points, interval, n | agreement, n")
     for tau in TAUS:
