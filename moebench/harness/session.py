@@ -122,11 +122,14 @@ def _engine(frame: Frame, registry: Any) -> Any:
     if pack is None:
         return None
     options: dict[str, Any] = {}
-    if handling.whole_reads and cell.engine in ("mmap", "pread", "direct"):  # those that cut reads into blocks
+    name = cell.engine
+    if cell.clock == "virtual" and pack.manifest.extents.whole and not pack.coded:
+        name = "pread"  # time is the declared engine's all the same; whole experts take no staging with any engine
+    if handling.whole_reads and name in ("mmap", "pread", "direct"):  # those that cut reads into blocks
         options["block_bytes"] = 0
     if pack.coded and frame.two_tiers:  # the host keeps what is stored, the way up decodes
         options["coded"] = True
-    factory = registry.engine(cell.engine)
+    factory = registry.engine(name)
     relocates = handling.relocation_bytes and cell.clock == "wall"
     return open_engine(factory, pack, **options) if relocates else factory(pack, **options)
 
