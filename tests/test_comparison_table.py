@@ -134,6 +134,11 @@ def test_notes_are_said_once_and_name_whom_they_are_about():
     assert sum("synthetic trace" in line for line in lines) == 1
 
 
+def test_bounds_are_explained_where_they_stand():
+    assert "oracle: knows the future" in shown([row_of("edge0"), row_of("belady")], 120)
+    assert "knows the future" not in shown([row_of("edge0"), row_of("resident")], 120)
+
+
 def test_what_hooks_took_is_one_line():
     rows = [dataclasses.replace(row_of(s), volatile={"hook_us_per_token": 41.0}) for s in ("edge0", "belady")]
     assert "hooks and policy, us/token on this machine: edge0 41.0, belady 41.0" in shown(rows, 120).splitlines()

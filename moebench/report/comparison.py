@@ -31,7 +31,7 @@ COLUMNS = {  # a metric and its heading here
     "quality_delta": "qual.\ndelta\npt",
 }
 GROUPS = {"floor": "floor", "baseline": "baselines", "system": "systems", "oracle": "oracle", "ceiling": "ceiling"}
-ORDER = "floor: keeps nothing   oracle: knows the future   ceiling: holds everything"
+BOUNDS = {"floor": "keeps nothing", "oracle": "knows the future", "ceiling": "holds everything"}
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,9 @@ def print_comparison(rows: Sequence[Row], roles: Mapping[str, str], stream: Text
         console.print(Text(_title(ran)))
         for table in _tables(found, roles, names, console.width):
             console.print(table)
-        for line in [LEGEND, ORDER, *_notes(found, ran)]:
+        here = {roles.get(row.system) for row in found}
+        bounds = "   ".join(f"{role}: {text}" for role, text in BOUNDS.items() if role in here)
+        for line in filter(None, [LEGEND, bounds, *_notes(found, ran)]):
             wrapped = textwrap.wrap(line, console.width, subsequent_indent="  ", break_on_hyphens=False)
             console.print(Text("\n".join(wrapped)))
         console.print()
