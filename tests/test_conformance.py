@@ -15,6 +15,7 @@ from planted_systems import PLANTED
 from moebench.plugins import load_plugins
 from moebench.testing.audit import Chance
 from moebench.testing.lab import Lab
+from moebench.testing.plugin import LAB
 from moebench.testing.replays import record
 from moebench.testing.subject import Subject
 from moebench.testing.test_future import DEVIATIONS, chances, check_causal
@@ -37,11 +38,18 @@ def register_systems(register):
 
 
 class Outcomes:
-    """A pytest plugin: what became of each test, by system and name, and why some were skipped."""
+    """A pytest plugin: what became of each test, by system and name, and why some were skipped. Lends the suite a lab
+    that was made before.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, lab: Lab | None) -> None:
+        self.lab = lab
         self.of = defaultdict(lambda: defaultdict(set))
         self.reasons = {}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_configure(self, config):
+        config.stash[LAB] = self.lab
 
     def pytest_runtest_logreport(self, report):
         if report.when == "call" or report.outcome != "passed":
@@ -51,11 +59,18 @@ class Outcomes:
                 self.reasons[system, report.nodeid] = report.longrepr[2]
 
 
-def suite(*words: str) -> tuple[int, Outcomes]:
+def suite(*words: str, lab: Lab | None = None) -> tuple[int, Outcomes]:
     """Run the suite in this process."""
-    found = Outcomes()
+    found = Outcomes(lab)
+    if lab is not None:
+        lab.registry = load_plugins()  # other plugins may be installed by now
     options = ["-q", "-p", "no:cacheprovider", "--tb=line", "--pyargs", "moebench.testing", *words]
     return int(pytest.main(options, plugins=[found])), found
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    return Lab(tmp_path_factory.mktemp("lab"), 120.0)
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +99,8 @@ SKIPPED = {  # test -> systems to which it cannot apply
 }
 
 
-def test_every_system_passes_and_skips_are_those_that_must_be():
-    code, found = suite("--system=all")
+def test_every_system_passes_and_skips_are_those_that_must_be(lab):
+    code, found = suite("--system=all", lab=lab)
     systems = set(load_plugins().systems)
     assert {name: sorted(found.of[name]["failed"]) for name in systems if found.of[name]["failed"]} == {}
     assert code == 0
@@ -103,8 +118,8 @@ def test_every_system_passes_and_skips_are_those_that_must_be():
         (("--system=specprefetch", "--system-option", "mode=oracle", "-k", "future or executed"), "foresees"),
     ],
 )
-def test_options_other_than_the_defaults(words, skips):
-    code, found = suite(*words)
+def test_options_other_than_the_defaults(lab, words, skips):
+    code, found = suite(*words, lab=lab)
     assert code == 0
     texts = " ".join(found.reasons.values())
     assert ("depends on what is resident" if skips == "dependent" else "knows the future") in texts
@@ -151,16 +166,18 @@ FOUND_BY = {
 
 
 @pytest.mark.parametrize("test", sorted(set().union(*FOUND_BY.values())))
-def test_a_planted_defect_is_found_by_the_test_named_for_it(planted, test):
+def test_a_planted_defect_is_found_by_the_test_named_for_it(lab, planted, test):
     wanted = {name for name, tests in FOUND_BY.items() if test in tests}
-    _, found = suite(f"--system=plain,{','.join(sorted(wanted))}", "-k", test)
+    _, found = suite(f"--system=plain,{','.join(sorted(wanted))}", "-k", test, lab=lab)
     failed = {name for name, outcomes in found.of.items() if test in outcomes["failed"]}
     assert failed == wanted
 
 
-def test_options_are_checked_as_given(planted):
+def test_options_are_checked_as_given(lab, planted):
     for depth, failed in (("3", set()), ("4", {"test_fidelity_is_declared"})):
-        _, found = suite("--system=boastful", "--system-option", f"depth={depth}", "-k", "test_fidelity_is_declared")
+        _, found = suite(
+            "--system=boastful", "--system-option", f"depth={depth}", "-k", "test_fidelity_is_declared", lab=lab
+        )
         assert found.of["boastful"]["failed"] == failed
 
 
@@ -170,19 +187,14 @@ def test_a_run_without_end_is_ended(planted):
     assert found.of["hung"]["failed"] == {"test_experts_in_use_stay"}
 
 
-def test_a_slow_system_passes_and_its_time_is_printed(planted, capfd):
-    code, _ = suite("--system=slow", "-k", "test_experts_in_use_stay")
+def test_a_slow_system_passes_and_its_time_is_printed(lab, planted, capfd):
+    code, _ = suite("--system=slow", "-k", "test_experts_in_use_stay", lab=lab)
     assert code == 0
     calls, took = re.search(r"slow: (\d+) hook calls and (\d+) us per token", capfd.readouterr().out).groups()
     assert int(took) > 2000 * int(calls) / 4
 
 
 # --- the controls: what is skipped for oracles would fail ---
-
-
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory):
-    return Lab(tmp_path_factory.mktemp("lab"), 120.0)
 
 
 @pytest.mark.parametrize(("system", "options"), [("belady", {}), ("specprefetch", {"mode": "oracle"})])

@@ -61,9 +61,10 @@ def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     """The embedded model, loaded once, on poisoned memory."""
     from moebench.testing.lab import Lab
 
-    made = Lab(tmp_path_factory.mktemp("moebench"), request.config.getoption("--system-seconds"))
-    request.config.stash[LAB] = made
-    return made
+    stash = request.config.stash
+    if stash[LAB] is None:
+        stash[LAB] = Lab(tmp_path_factory.mktemp("moebench"), request.config.getoption("--system-seconds"))
+    return stash[LAB]
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
