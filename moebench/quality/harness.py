@@ -133,9 +133,10 @@ def quiet() -> Iterator[None]:
 
     random.seed(0)
     np.random.seed(1234)
-    logger, before, bars = logging.getLogger("lm_eval"), tasks.tqdm, datasets.are_progress_bars_disabled()
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    loggers = [logging.getLogger(name) for name in ("lm_eval", "huggingface_hub")]
+    levels, before, bars = [logger.level for logger in loggers], tasks.tqdm, datasets.are_progress_bars_disabled()
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     tasks.tqdm = partial(tqdm, disable=True)
     try:
@@ -143,6 +144,7 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         tasks.tqdm = before
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
         if not bars:
             datasets.enable_progress_bars()
