@@ -105,7 +105,7 @@ def test_bigmomo_is_exact_until_it_drops_experts(registry):
         (["format=pdf"], "markdown"),
         (["sytem=lru"], "did you mean system?"),
         (["system=edge0", "system.kk=2"], "kk"),
-        (["quality=lokal"], "lokal"),
+        (["quality=quick", "budget=10KiB"], "budget"),
         (["-m", "system=lru"], "-m"),
     ],
 )

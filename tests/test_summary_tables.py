@@ -141,7 +141,7 @@ def test_differences_are_paired_and_the_average_counts_each_task_the_same():
     line = dict(zip(table.header, table.rows[-1], strict=True))
     assert (line["dataset"], line["delta pt"], line["n"], line["lost"]) == ("average of local", "-25.00", "24", "6")
     mine = [s / 100 for t in tasks.values() for s in t["scores"]]
-    low, high = paired_delta(mine, [1.0] * 24, [f"{i}" for i, n in enumerate(sizes.values()) for _ in range(n)]).ci
+    low, high = paired_delta(mine, [1.0] * 24, [name for name, n in sizes.items() for _ in range(n)]).ci
     assert line["95\u00a0%"] == f"[{low:+.2f}, {high:+.2f}]"
     assert line["p"] == "0.031"  # 2 / 2**6
 

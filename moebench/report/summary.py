@@ -133,7 +133,9 @@ def _columns(rows: Sequence[Row]) -> list[Column]:
             for other in (row, *(other for other in rows if other.system == row.system))
         )
         varied = [name for name in said if any(other.get(name) != said[name] for other in others)]
-        label = " ".join([row.system, *(f"{name.removeprefix('system.')}={said[name]}" for name in sorted(varied))])
+        label = " ".join(
+            [row.system, *(f"{name.removeprefix('system.')}={_said(said[name])}" for name in sorted(varied))]
+        )
         columns.append(_column(label, row, rows))
     return columns
 
@@ -153,19 +155,21 @@ def _column(label: str, row: Row, rows: Sequence[Row]) -> Column:
         for name, task in row.quality["tasks"].items() if name not in valued
     ]  # fmt: skip
     scores = {_key(suite, order.index(name), name, [task]): _score(task) for name, task in valued.items()}
-    whole: list[list[Mapping[str, Any]]] = []
+    whole: dict[str, list[Mapping[str, Any]]] = {}
     for member, parts in of.items():
         if parts and all(name in valued for name in parts):
-            whole.append([valued[name] for name in parts])
+            whole[member] = [valued[name] for name in parts]
             if len(parts) > 1:
-                scores[_key(suite, order.index(member), member, whole[-1], "mean of items")] = average([whole[-1]])
+                scores[_key(suite, order.index(member), member, whole[member], "mean of items")] = average(
+                    {member: whole[member]}
+                )
     absent = [member for member, parts in of.items() if not parts or not all(name in valued for name in parts)]
     if absent:
         missing.append(f"no average of {suite} for {label}: it lacks {', '.join(absent)}")
     elif any(task["mode"] == "ppl" for task in valued.values()):
         missing.append(f"no average of {suite} for {label}: it holds perplexities")
     elif len(whole) > 1:
-        tasks = [task for parts in whole for task in parts]
+        tasks = [task for own in whole.values() for task in own]
         key = _key(suite, len(order), f"{AVERAGE} of {suite}", tasks, "naive_average")
         scores[key] = average(whole)
     return Column(label, row, scores, tuple(missing))
@@ -187,14 +191,15 @@ def _score(task: Mapping[str, Any]) -> Score:
     return Score(*numbers, task["gained"], task["lost"])
 
 
-def average(members: Sequence[Sequence[Mapping[str, Any]]]) -> Score:
+def average(members: Mapping[str, Sequence[Mapping[str, Any]]]) -> Score:
     """The mean over members, each counting the same; items of one member's tasks count as one task's. Items are
     resampled within their member; p is over all items.
     """
     names = ("scores", "reference_scores")
-    arms = [[[s / 100 for task in tasks for s in task[of]] for tasks in members] for of in names]
+    arms = [[[s / 100 for task in tasks for s in task[of]] for tasks in members.values()] for of in names]
     system, reference = ([score for scores in arm for score in scores] for arm in arms)
-    delta = paired_delta(system, reference, [str(n) for n, scores in enumerate(arms[0]) for _ in scores])
+    groups = [name for name, scores in zip(members, arms[0], strict=True) for _ in scores]
+    delta = paired_delta(system, reference, groups)
     gained, lost = (sum(sign * (a - b) > 0 for a, b in zip(system, reference, strict=True)) for sign in (1, -1))
     value, base = (100 * sum(sum(scores) / len(scores) for scores in arm) / len(arm) for arm in arms)
     return Score(value, base, delta.points, delta.ci, delta.n, exact_p(gained, lost), gained, lost)
@@ -218,6 +223,11 @@ def _references(columns: Sequence[Column]) -> tuple[dict[str, dict[Key, float]],
 
 
 # --- cells -----------------------------------------------------------------------------------------------------------
+
+
+def _said(option: Any) -> str:
+    """An option as the command line has it."""
+    return str(option).lower() if isinstance(option, bool) else str(option)
 
 
 def _value(value: float | None, missing: str = "-") -> str:
