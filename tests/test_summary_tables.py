@@ -6,6 +6,7 @@ import csv
 import io
 import re
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +14,9 @@ from quality_fixtures import TASKS, answered, task
 from test_result_files import make_row
 
 from moebench.cli import main
+from moebench.quality.members import members
 from moebench.quality.paired import paired_delta
+from moebench.quality.scores import TaskScores, mean_delta
 from moebench.report.plain import Plain, show, to_csv, to_markdown
 from moebench.report.summary import sheet, summary
 from moebench.result import write
@@ -59,6 +62,19 @@ def test_a_group_of_tasks_counts_as_one_in_the_average_with_all_its_items():
     assert summary(rows)[1].rows[-1][3] == "-45.00"
     del tasks["mmlu_pro_law"], tasks["mmlu_pro_math"]
     assert "lacks mmlu_pro" in summary([answered("lru", suite="opencompass5", tasks=tasks)])[0].notes[0]
+
+
+def test_the_metric_of_a_row_weighs_members_as_the_summary_does():
+    arms = {"aime25": ([0.0, 1.0], [1.0, 1.0]), "mmlu_pro_law": ([0.0], [1.0]), "mmlu_pro_math": ([1.0] * 3, [1.0] * 3)}
+    system, native = (
+        {
+            name: TaskScores("v", "m", "gen", tuple(map(str, range(len(arm[i])))), np.array(arm[i]))
+            for name, arm in arms.items()
+        }
+        for i in (0, 1)
+    )
+    assert mean_delta(system, native, members("opencompass5", arms))[0] == pytest.approx((-50 - 25) / 2)
+    assert mean_delta(system, native, members("a,b", arms))[0] == pytest.approx((-50 - 100 + 0) / 3)
 
 
 def test_a_task_that_the_suite_does_not_know_has_its_line():
