@@ -56,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        return _fail(str(error) or type(error).__name__, 1)
+        from moebench.harness.blame import reason
+
+        return _fail(reason(error), 1)
 
 
 def _dispatch(words: list[str]) -> int:

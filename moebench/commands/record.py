@@ -12,7 +12,7 @@ import itertools
 import json
 import random
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from moebench.config import option
+from moebench.engine.answers import routing_of
 from moebench.engine.hooks import Hooks
 from moebench.engine.record import StepRecord
 from moebench.engine.view import RecordingView
@@ -85,7 +86,8 @@ class RecordingExperts:
         assert self.step is not None  # begin comes before serve
         routing = native
         if self.hooks.route is not None:
-            routing = self.hooks.route(self.step, layer, hidden, native, self.view) or native
+            said = self.hooks.route(self.step, layer, hidden, native, self.view)
+            routing = native if said is None else routing_of(said, self.step.rows, self.pack.experts)
         self.native.append(native)
         self.executed.append(routing)
         demand = routing.demand(self.step.valid)
@@ -112,6 +114,8 @@ class RecordingExperts:
             if self.hooks.draft is not None:
                 return None
             return {f"predicted.{system.name}": self._ahead(system)}
+        if not isinstance(said, Mapping):
+            raise PluginError(f"predicted returned a {type(said).__name__}: a mapping, channel name -> int [N, L, k]")
         return {f"predicted.{name}": np.asarray(ids, np.int16) for name, ids in said.items()}
 
     def _ahead(self, system: RecordedSystem) -> np.ndarray:
