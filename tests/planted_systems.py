@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from moebench.errors import UsageError
 from moebench.hookspecs import hookimpl
 from moebench.step import DECODE, PREFILL, Routing
 from moebench.systemspec import Equipment, NoKnobs, SystemSpec
@@ -146,6 +147,38 @@ class Unmarked:
         return candidates[:need]
 
 
+class Grudge(Plain):
+    """After a run that failed, which it never came to report, the next one routes otherwise."""
+
+    failed = running = False
+
+    def __init__(self, knobs, run) -> None:
+        super().__init__(knobs, run)
+        Grudge.failed = Grudge.running
+
+    @hookimpl
+    def begin_request(self):
+        Grudge.running = True
+
+    @hookimpl
+    def route(self, native):
+        return Routing(np.roll(native.experts, 1, axis=1), native.weights) if self.failed else None
+
+    @hookimpl
+    def report(self):
+        Grudge.running = False
+        return {}
+
+
+class Wordy(Plain):
+    """Refuses few slots in two lines."""
+
+    def __init__(self, knobs, run) -> None:
+        super().__init__(knobs, run)
+        if run.slots < 16:
+            raise UsageError("too few slots\nand nobody says how many it takes")
+
+
 class Slow(Plain):
     """Takes its time."""
 
@@ -181,6 +214,10 @@ def files_for_anyone(config, target):
     return Equipment(files={"nets": "0" * 32})
 
 
+def swelling(config, target, made=itertools.count(1)):  # noqa: B008 - it is the defect
+    return Equipment(held_bytes={"predictor": 4096 * next(made)})
+
+
 def look(config, target):
     return Equipment(content=target.trace)
 
@@ -199,6 +236,9 @@ PLANTED = {
     "ahead": (Ahead, {}),
     "dice": (Dice, {}),
     "unmarked": (Unmarked, {}),
+    "grudge": (Grudge, {}),
+    "wordy": (Wordy, {}),
+    "swelling": (Plain, {"equip": swelling}),
     "slow": (Slow, {}),
     "hung": (Hung, {}),
     "bare": (Plain, {"config": Bare}),

@@ -112,17 +112,21 @@ def test_every_system_passes_and_skips_are_those_that_must_be(lab):
 
 
 @pytest.mark.parametrize(
-    ("words", "skips"),
+    ("system", "option", "tests", "reason"),
     [
-        (("--system=bigmomo", "--system-option", "tau=0.3", "-k", "answers or request or executed"), "dependent"),
-        (("--system=specprefetch", "--system-option", "mode=oracle", "-k", "future or executed"), "foresees"),
+        ("edge0", "first_token=heads", "request or executed", "declares that it alters routing"),
+        ("bigmomo", "tau=0.3", "request or smallest", "depends on what is resident"),
+        ("bigmomo", "draft=lookup", "smallest or future", "refuses to replay"),
+        ("specprefetch", "mode=oracle", "future or executed", "knows the future"),
+        ("ssd_llama", "placement=2", "smallest or memory", "options about a host tier"),
+        ("ssd_llama", "granularity=gate", "smallest or memory or future", "refuses to run live"),
     ],
 )
-def test_options_other_than_the_defaults(lab, words, skips):
-    code, found = suite(*words, lab=lab)
+def test_options_other_than_the_defaults(lab, system, option, tests, reason):
+    code, found = suite(f"--system={system}", "--system-option", option, "-k", tests, lab=lab)
     assert code == 0
-    texts = " ".join(found.reasons.values())
-    assert ("depends on what is resident" if skips == "dependent" else "knows the future") in texts
+    assert found.of[system]["passed"]
+    assert reason in " ".join(found.reasons.values())
 
 
 # --- what is refused ---
@@ -148,17 +152,24 @@ def test_wrong_use_is_one_line(words, line, capfd):
 
 FOUND_BY = {
     "peeker": {"test_what_comes_later_changes_nothing_before", "test_chance_is_not_beaten"},
-    "liar": {"test_native_routing_is_executed", "test_answers_depend_on_the_request_alone"},
+    "liar": {
+        "test_native_routing_is_executed",
+        "test_answers_depend_on_the_request_alone",
+        "test_answers_hold_in_arrangements_that_a_system_may_refuse",
+    },
     "scribbler": {"test_native_routing_is_executed"},
-    "breaker": {"test_experts_in_use_stay"},
+    "breaker": {"test_experts_in_use_stay", "test_the_budget_holds"},
     "miscounter": {"test_what_was_read_is_what_was_asked_for"},
-    "infinite": {"test_what_it_reports_are_finite_numbers"},
+    "infinite": {"test_what_it_reports_are_finite_numbers", "test_a_live_run_gives_a_row"},
     "rememberer": {"test_requests_do_not_depend_on_each_other"},
     "bystander": {"test_requests_do_not_depend_on_each_other"},
     "residential": {"test_answers_depend_on_the_request_alone"},
     "ahead": {"test_what_is_routed_ahead_was_staged"},
     "dice": {"test_a_replay_is_the_same_twice"},
     "unmarked": {"test_hooks_are_those_of_moebench"},
+    "grudge": {"test_faults_end_in_the_right_answer_or_an_error"},
+    "wordy": {"test_the_smallest_budget_runs_and_a_smaller_one_is_refused"},
+    "swelling": {"test_the_cap_on_memory_holds"},
     "bare": {"test_options_have_defaults_and_help"},
     "generous": {"test_files_for_another_model_are_refused"},
     "heavy": {"test_importing_it_loads_no_tensor_library"},

@@ -150,13 +150,6 @@ def test_the_routing_is_what_heads_said_a_token_earlier(lab, first_token, prompt
     assert checked > 15 * batch
 
 
-def test_a_second_request_equals_a_cold_one(lab):
-    plan = lab.plan(first_token="heads")
-    cold = [lab.run([lab.system(plan, 12)], [[p]], 12)[0] for p in PROMPTS]
-    warm = lab.run([lab.system(plan, 12)], [[p] for p in PROMPTS], 12)
-    assert all(same(a, b) for a, b in zip(cold, warm, strict=True))
-
-
 def test_off_at_the_models_own_top_k_is_the_exact_path(lab):
     plan = lab.plan(top_k=TOP_K)
     (exact,) = lab.run([], [PROMPTS[:1]])
@@ -184,15 +177,6 @@ def test_heads_decide_what_is_computed(lab):
     plan = lab.plan()
     (one,), (two,) = (lab.run([lab.system(plan, seed=seed)], [PROMPTS[:1]]) for seed in (0, 1))
     assert not same(one, two)
-
-
-def test_sequences_of_a_batch_do_not_touch_each_other(lab):
-    plan = lab.plan(first_token="heads")
-    (together,) = lab.run([lab.system(plan, 32, batch=3)], [PROMPTS])
-    for row, prompt in enumerate(PROMPTS):
-        (alone,) = lab.run([lab.system(plan, 12)], [[prompt]], 12)
-        assert together[0][row] == alone[0][0]
-        assert np.array_equal(together[1][:, row], alone[1][:, 0])
 
 
 @pytest.mark.parametrize(("hidden", "experts", "parameters"), [(2048, 256, 2_097_152), (1536, 128, 1_212_416)])

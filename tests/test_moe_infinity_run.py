@@ -188,13 +188,3 @@ def test_no_law_misses_less_than_belady(law):
     _, watch, _ = run(options(prefetch=False, replace=law), trace)
     misses = [sum(total(w, "demand_reads", phase) for phase in (PREFILL, DECODE)) for w in (bound, watch)]
     assert misses[0] <= misses[1]
-
-
-@pytest.mark.parametrize("config", [options(), options(ahead=4), options(prefetch=False)])
-def test_bytes_are_those_of_demand_and_prefetch_and_slots_never_change(config):
-    """Hits cost no budget: the tier counts what it holds, and is as large at the end as at the start."""
-    _, watch, experts = run(config, slots=18)
-    reads = sum(r.demand_reads + r.prefetch_reads - r.cancelled for r in watch.records)
-    assert sum(r.read_bytes for r in watch.records) == reads * GEOMETRY.slot_bytes
-    assert experts.device.slots == 18
-    assert experts.device.resident(np.arange(GEOMETRY.keys)).sum() <= 18

@@ -186,6 +186,8 @@ class Experts(ReadAhead):
         for key, ticket in placed.items():
             if key in self.loading:
                 self._landed(key)
+                if key in self.host:
+                    self.host.lease((key,))
             elif self.scratch.is_in_flight(key):
                 self.record.stall_s += self.timeline.wait(ticket)
                 self.scratch.complete(key)

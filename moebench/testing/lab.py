@@ -30,7 +30,7 @@ from moebench.testing.audit import Audit
 from moebench.testing.packs import contents, poisoned
 from moebench.testing.subject import Subject
 
-PROMPT, TOKENS, CHUNK = 12, 8, 8  # tokens: of a prompt, of an answer, of a pass over a prompt
+PROMPT, CHUNK = 12, 8  # tokens of the longer prompt, and of a pass over it
 FOLDER = Path(str(resources.files("moebench.models.tinymoe")))
 
 
@@ -48,6 +48,7 @@ class Arrangement:
     device_budget: str = "auto"
     faults: tuple[tuple[str, float], ...] = ()
     batches: tuple[tuple[int, ...], ...] = ((0, 1),)  # prompts that run side by side, one batch after another
+    tokens: int = 6  # of an answer
 
     def __str__(self) -> str:
         return self.name
@@ -95,7 +96,7 @@ class Lab:
         self._plans: dict[tuple[Any, ...], Cell] = {}
         self._equipped: dict[tuple[Subject, str], tuple[Equipment, Any]] = {}
         spec = self.registry.system("resident")
-        self._resident = Subject(spec, spec.config(), "moebench")
+        self.reference = Subject(spec, spec.config(), "moebench")
 
     def target(self, codec: str = "none") -> Target:
         """The embedded model as a system sees it before a live run."""
@@ -116,7 +117,7 @@ class Lab:
 
     def resident(self) -> Run:
         """The model with all experts in memory: what exact systems must equal."""
-        return self.run(self._resident, REFERENCE)
+        return self.run(self.reference, REFERENCE)
 
     def _run(self, subject: Subject, how: Arrangement, audit: Audit, observers: Sequence[object]) -> Run:
         cell, future = self.cell(subject, how), None
@@ -146,7 +147,8 @@ class Lab:
 
     def cell(self, subject: Subject, how: Arrangement) -> Cell:
         """The cell of an arrangement."""
-        cell = self.planned(subject, codec=how.codec, device_budget=how.device_budget)
+        part = "0.5" if subject.split and how.device_budget == "auto" else how.device_budget
+        cell = self.planned(subject, hw=subject.hw, codec=how.codec, device_budget=part)
         workload = replace(cell.config.workload, batch=max(map(len, how.batches)))
         budget = self.least(subject) if how.budget == "least" else how.budget
         config = replace(cell.config, budget=budget, workload=workload)
@@ -198,14 +200,14 @@ class Lab:
         return open_session(
             cell, model.geometry, engines, pack=model.pack, dense_bytes=backend.dense_bytes, dense_bits=16.0,
             kv_bytes=backend.kv_bytes, future=future, observers=observers, batch=cell.config.workload.batch,
-            context=PROMPT + TOKENS, longest_prompt=PROMPT, equipment=equipment, ops=backend.ops,
+            context=PROMPT + how.tokens, longest_prompt=PROMPT, equipment=equipment, ops=backend.ops,
             drafter=model.drafter,
         )  # fmt: skip
 
     def _answers(self, session: Session, how: Arrangement) -> dict[tuple[int, int], Answer]:
         loop, found = Loop(self.backends[how.codec], session.experts, CHUNK), {}
         for number, batch in enumerate(how.batches):
-            out = loop.generate([self.prompts[i] for i in batch], TOKENS, keep_logits=True)
+            out = loop.generate([self.prompts[i] for i in batch], how.tokens, keep_logits=True)
             for row, prompt in enumerate(batch):
                 tokens = out.tokens[row]
                 logits = np.stack([out.logits[i][row] for i in range(len(tokens))])

@@ -21,14 +21,14 @@ from moebench.step import ABSENT, DECODE, PREFILL, Step
 from moebench.systemspec import Target
 from moebench.testing.audit import Audit
 from moebench.testing.lab import Arrangement, Lab, Run, deadline
-from moebench.testing.subject import HW, Subject
+from moebench.testing.subject import Subject
 from moebench.trace.format import Trace
 from moebench.trace.record import Recorder
 
 ANY_GEOMETRY = "qwen3.6-35b-a3b"  # plans a replay; the model's own geometry takes its place
 TAIL = 5  # decoded tokens from where two traces part
-COPIES = 8  # of the recorded requests, each with routing of its own
-RECORDING = Arrangement("recording", budget="1.0", batches=((0,), (1,)))
+COPIES = 10  # of the recorded requests, each with routing of its own
+RECORDING = Arrangement("recording", budget="1.0", batches=((0,), (1,)), tokens=9)
 
 
 class Tape:
@@ -63,7 +63,11 @@ class Tape:
 
 
 def record(lab: Lab, subject: Subject) -> Trace:
-    """Two requests of the live model under the system: its channels, where it has any, and its drafts."""
+    """Two requests of the live model under the system: its channels, where it has any, and its drafts. Of one that only
+    replays, under everything resident.
+    """
+    if subject.spec.handling(subject.knobs).matrices:
+        subject = lab.reference
     audit = Audit(lab.truth)
     tape = Tape(subject.name, audit)
     lab.fresh(subject, RECORDING, audit, tape)
@@ -94,7 +98,7 @@ def uniform(trace: Trace, seed: int = 0) -> Trace:
 
 def parted(trace: Trace, at: int, layer: int) -> Trace:
     """Another trace that is the same up to ``layer`` of row ``at`` and from there on routes to the experts beside. What
-    was predicted and drafted up to that row was said before, and is the same.
+    was drafted up to that row, and predicted up to the next, was said before, and is the same.
     """
     row = np.arange(trace.tokens)[:, None]
     later = (row > at) | ((row == at) & (np.arange(trace.layers) >= layer))
@@ -106,7 +110,10 @@ def parted(trace: Trace, at: int, layer: int) -> Trace:
     channels = dict(trace.channels)
     for name, array in channels.items():
         if array.dtype == np.int16 and array.ndim > 2:
-            channels[name] = beside(array, row > at)
+            said = (
+                at + 1 if name.startswith("predicted.") else at
+            )  # of the next token, while this one's pass is under way
+            channels[name] = beside(array, row > said)
     return replace(trace, experts=beside(trace.experts, later), channels=channels)
 
 
@@ -123,9 +130,9 @@ def middle(trace: Trace) -> tuple[int, int, Callable[[Step, int], bool]]:
     return row, middle_layer, reached
 
 
-def replay_cell(lab: Lab, subject: Subject, hw: str = HW, batch: int = 1, **options: Any) -> Cell:
+def replay_cell(lab: Lab, subject: Subject, hw: str = "", batch: int = 1, **options: Any) -> Cell:
     """A replay on a modeled machine, refused as ``moebench run`` would refuse it."""
-    cell = lab.planned(subject, hw=hw, model=ANY_GEOMETRY)
+    cell = lab.planned(subject, hw=hw or subject.hw, model=ANY_GEOMETRY)
     workload = replace(cell.config.workload, batch=batch)
     config = replace(cell.config, **{"budget": "0.35", "model": EMBEDDED, "workload": workload, **options})
     return replace(cell, config=config, geometry=lab.geometry)

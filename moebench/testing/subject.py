@@ -49,6 +49,17 @@ class Subject:
         """Whether it is given the future."""
         return self.spec.foresees(self.knobs)
 
+    @property
+    def split(self) -> bool:
+        """Whether these options are about a host tier, so that a run with one memory would be refused."""
+        handling = self.spec.handling(self.knobs)
+        return handling.on_host or not handling.host_cache
+
+    @property
+    def hw(self) -> str:
+        """The machine whose clock its runs are modeled on."""
+        return HW_TIERS if self.split else HW
+
     def config(self, hw: str = HW, batch: int = 1, **options: Any) -> RunConfig:
         """A run's configuration; ``workload`` counts sequences of a batch only."""
         base = {"model": "tinymoe", "workload": WorkloadConfig(batch=batch), "mode": "model"}

@@ -9,6 +9,8 @@ from moebench.errors import UsageError
 from moebench.testing.lab import Answer, Arrangement, Lab
 from moebench.testing.subject import Subject
 
+pytestmark = pytest.mark.usefixtures("live")
+
 SHUFFLED = (("reorder", 3), ("delay_s", 0.0002), ("short_read", 0.2), ("threads", 3))
 PLAIN = Arrangement("a third, page cache")
 SMALLEST = Arrangement("smallest legal budget, reads short, late and shuffled", "least", faults=SHUFFLED)

@@ -10,6 +10,8 @@ from moebench.testing.lab import Arrangement, Lab
 from moebench.testing.subject import Subject
 from moebench.testing.test_answers import PLAIN, ROOMY, check_same, named, one_line
 
+pytestmark = pytest.mark.usefixtures("live")
+
 FAULTS = (
     Arrangement("reads that fail now and then", faults=(("eio", 0.002), ("seed", 1))),
     Arrangement("reads that often fail", faults=(("eio", 0.2), ("seed", 2))),

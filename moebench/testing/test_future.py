@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 import pytest
 
 from moebench.testing.audit import Audit, Chance
@@ -34,9 +36,8 @@ def check_causal(lab: Lab, subject: Subject, trace: Trace) -> None:
         replay(lab, subject, each, audit)
         assert not audit.logging, "the traces never part"
         logs.append(audit.log)
-    for number, (one, two) in enumerate(zip(*logs, strict=False)):
+    for number, (one, two) in enumerate(zip_longest(*logs)):
         assert one == two, f"event {number} before the traces part is {one} in one and {two} in the other"
-    assert len(logs[0]) == len(logs[1])
 
 
 def test_chance_is_not_beaten(lab: Lab, subject: Subject, trace: Trace) -> None:
@@ -58,5 +59,5 @@ def chances(lab: Lab, subject: Subject, trace: Trace) -> dict[str, Chance]:
     """How a system fares on uniform routing."""
     audit = Audit()
     replay(lab, subject, uniform(trace), audit)
-    assert audit.resident.events > 500, f"only {audit.resident.events} draws"
+    assert audit.resident.events > 300, f"only {audit.resident.events} draws"
     return {"resident or on its way": audit.resident, "routed ahead": audit.routed}

@@ -22,6 +22,7 @@ from moebench.testing.test_answers import PLAIN, one_line
 TENSORS = ("torch", "transformers", "mlx", "jax", "tensorflow")
 
 
+@pytest.mark.usefixtures("live")
 def test_hooks_are_those_of_moebench(lab: Lab, subject: Subject) -> None:
     """Every method that has the name of a hook is marked ``@hookimpl`` and takes arguments that the hook gives.
 
