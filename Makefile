@@ -8,10 +8,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 ARGS ?= system=edge0 hw=m4pro
 
+SWEEP := -m system=lru,slru,specprefetch,belady budget=0.15,0.5,0.75 hw=m4pro
 MACHINES := m4pro rtx5090_32gb snapdragon_8_elite_gen5
 BASELINE := results/baseline
 TRACES := $(BASELINE)/traces
-REPLAYS := replay-bigmomo replay-edge0 $(MACHINES:%=replay-%)
+REPLAYS := replay-bigmomo replay-edge0 replay-budgets $(MACHINES:%=replay-%)
 comma := ,
 space := $() $()
 NEW := build/regress
@@ -62,6 +63,9 @@ $(MACHINES:%=replay-%): replay-%: $(VENV)/.run
 
 replay-edge0 replay-bigmomo: replay-%: $(VENV)/.run
 	-$(MOEBENCH) run -m system=$* hw=$(subst $(space),$(comma),$(MACHINES)) $(REPLAY)/tinymoe-$*.safetensors out=$(OUT) > /dev/null
+
+replay-budgets: $(VENV)/.run
+	-$(MOEBENCH) run $(SWEEP) $(REPLAY)/tinymoe.safetensors out=$(OUT) > /dev/null
 
 live: $(VENV)/.run
 	-$(MOEBENCH) compare $(LIVE) hw=m4pro model=tinymoe quality=quick out=$(OUT) > /dev/null
