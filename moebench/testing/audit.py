@@ -67,9 +67,12 @@ class Audit:
     def attach(self, session: Any, ops: Any = None) -> Audit:
         """Look over the shoulder of a session's experts and timeline."""
         self.session, self.experts, self.ops = session, session.experts, ops
-        self._serve, self._read, self._cancel = self.experts.serve, session.timeline.read, session.timeline.cancel
-        self.experts.serve, session.timeline.read, session.timeline.cancel = self.serve, self.read, self.cancel
-        self.first_bytes = session.timeline.storage_bytes
+        timeline = session.timeline
+        self._serve, self.experts.serve = self.experts.serve, self.serve
+        self._read, timeline.read = timeline.read, self.read
+        self._copy, timeline.copy = timeline.copy, self.copy
+        self._cancel, timeline.cancel = timeline.cancel, self.cancel
+        self.first_bytes = timeline.storage_bytes
         self._check("before the first pass")
         return self
 
@@ -155,13 +158,24 @@ class Audit:
         return False
 
     def read(self, keys: Any, slots: Any, tier: str, priority: int, together: Any = ()) -> list[Any]:
-        """Count what is read."""
+        """Count what is read, into slots that hold nothing of before."""
         keys = [int(key) for key in keys]
+        self._poison(tier, slots)
         self._note("read", tuple(keys), priority)
         tickets = self._read(keys, slots, tier, priority, together)
         self.keys_read += len(keys)
         self.bytes_read += sum(ticket.nbytes for ticket in tickets)
         return tickets
+
+    def copy(self, key: int, source: tuple[str, int], target: tuple[str, int], after: Any) -> Any:
+        """A copy goes into a slot that holds nothing of before."""
+        self._poison(target[0], [target[1]])
+        return self._copy(key, source, target, after)
+
+    def _poison(self, tier: str, slots: Any) -> None:
+        arena = next(t.arena for t in self._tiers() if t.name == tier)
+        if arena is not None:
+            arena[list(slots)] = POISON
 
     def cancel(self, read: Any, copy: Any) -> bool:
         """What is taken back was not read."""
