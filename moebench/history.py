@@ -14,7 +14,6 @@ from itertools import groupby
 from moebench.evidence import Step, changes, steps
 from moebench.regress import PLACES, Rules, finished
 from moebench.result import Metric, Row
-from moebench.results import options
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ def find(rows: Sequence[Row], rules: Rules, metrics: Sequence[str] = ()) -> list
     """All changes, cell by cell; failed rows are points without a value."""
     cells: dict[tuple[str, ...], list[Row]] = {}
     for row in sorted(rows, key=finished):
-        given = sorted((name, repr(value)) for name, value in options(row).items() if name not in PLACES)
+        given = sorted((name, repr(value)) for name, value in row.options.items() if name not in PLACES)
         label = (row.hw, row.machine, row.system, row.model, row.workload_name, str(row.workload["hash"]))
         if row.status == "failed":
             continue

@@ -16,7 +16,6 @@ from moebench.errors import UsageError
 from moebench.evidence import MINIMUM, change, rank_p
 from moebench.quality.paired import exact_p
 from moebench.result import METRICS, Metric, Row
-from moebench.results import options
 
 VERDICTS = ("missing", "failed", "worse", "better", "changed", "not judged", "new", "same")
 REGRESSIONS = ("missing", "failed", "worse")
@@ -84,7 +83,7 @@ def pair(baseline: Sequence[Row], current: Sequence[Row]) -> Iterator[tuple[Row 
             label = (row.hw, row.machine, row.system, row.model, row.workload_name)
             groups.setdefault(label, ([], []))[side].append(row)
     for sides in groups.values():
-        known = [{name for row in rows for name in options(row)} for rows in sides]
+        known = [{name for row in rows for name in row.options} for rows in sides]
         alone = known[0] ^ known[1] if all(sides) else set()
         old, new = (_newest(rows, alone | set(PLACES)) for rows in sides)
         for key in dict.fromkeys([*old, *new]):
@@ -94,10 +93,10 @@ def pair(baseline: Sequence[Row], current: Sequence[Row]) -> Iterator[tuple[Row 
 def _newest(rows: Sequence[Row], ignored: set[str]) -> dict[tuple[Any, ...], Row]:
     found: dict[tuple[Any, ...], Row] = {}
     for row in sorted(rows, key=finished):
-        given = options(row)
+        given = row.options
         key = tuple(sorted((name, repr(value)) for name, value in given.items() if name not in ignored))
-        if key in found and {**options(found[key]), **dict.fromkeys(PLACES)} != {**given, **dict.fromkeys(PLACES)}:
-            differ = ", ".join(sorted(n for n in ignored if options(found[key]).get(n) != given.get(n)))
+        if key in found and {**found[key].options, **dict.fromkeys(PLACES)} != {**given, **dict.fromkeys(PLACES)}:
+            differ = ", ".join(sorted(n for n in ignored if found[key].options.get(n) != given.get(n)))
             raise UsageError(f"{cell_name(row)}: rows that differ in {differ} only, which the other side does not have")
         found[key] = row
     return found

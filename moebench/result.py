@@ -138,6 +138,11 @@ class Row:
             raise ResultError(f"row: workload lacks {', '.join(sorted(missing))}")
 
     @property
+    def options(self) -> dict[str, Any]:
+        """The configuration by dotted name, as options are written on a command line."""
+        return _dotted(self.config)
+
+    @property
     def id(self) -> str:
         """Twelve hex digits over everything but the volatile block."""
         return _id(_plain(self))
@@ -257,6 +262,13 @@ def _plain(row: Row) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise ResultError(f"row: holds something that JSON cannot: {error}") from None
     return {key: value for key, value in plain.items() if value or key not in OPTIONAL}
+
+
+def _dotted(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        found |= _dotted(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return found
 
 
 def _dumps(data: Any) -> str:

@@ -7,7 +7,7 @@ with a warning or, where leaving it out would mislead, refused. Failed rows are 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,16 +105,3 @@ def load_results(path: str | Path | Iterable[str | Path]) -> pandas.DataFrame:
             lines.append(labels(row) | dict.fromkeys(COLUMNS))
     table = pandas.DataFrame(lines)
     return table.astype({"value": float, "ci_low": float, "ci_high": float, "n": "Int64"})
-
-
-def options(row: Row) -> dict[str, Any]:
-    """A row's options by dotted name, as they are written on a command line."""
-
-    def flat(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-        for name, value in config.items():
-            if isinstance(value, Mapping):
-                yield from flat(value, f"{prefix}{name}.")
-            else:
-                yield prefix + name, value
-
-    return dict(flat(row.config, ""))

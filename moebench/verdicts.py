@@ -16,7 +16,6 @@ from xml.etree import ElementTree
 from moebench.regress import REGRESSIONS, VERDICTS, Finding, cell_name, finished
 from moebench.report.plain import Plain, to_markdown
 from moebench.result import SCHEMA, Row
-from moebench.results import options
 
 HEADER = ("cell", "metric", "verdict", "baseline", "current", "change", "why")
 
@@ -25,14 +24,14 @@ def names(rows: Iterable[Row]) -> Callable[[Row], str]:
     """The cell's name, with the options that tell it apart from other rows of that name."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        groups.setdefault(cell_name(row), []).append(options(row))
+        groups.setdefault(cell_name(row), []).append(row.options)
     varied = {
         name: [key for key in given[0] if len({repr(one.get(key)) for one in given}) > 1]
         for name, given in groups.items()
     }
 
     def name(row: Row) -> str:
-        given = options(row)
+        given = row.options
         return " ".join([cell_name(row), *(f"{key}={given[key]}" for key in varied[cell_name(row)] if key in given)])
 
     return name

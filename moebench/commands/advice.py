@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moebench.config import QualityConfig, RunConfig, WorkloadConfig
-from moebench.errors import MoebenchError, UsageError
+from moebench.errors import UsageError
 from moebench.geometry import Geometry
 from moebench.hardware import HardwareProfile
 from moebench.plugins import Registry
@@ -94,9 +94,8 @@ def replays(
     geometry: Geometry, profile: HardwareProfile, registry: Registry, budget: str, say: Callable[[str], None]
 ) -> list[Row]:
     """One short modeled replay for each system that could serve; oracles know the future and are left out."""
-    from moebench.harness.cell import run_cell
-    from moebench.harness.plan import Cell, plan
-    from moebench.harness.rows import failed_row
+    from moebench.harness.plan import plan
+    from moebench.harness.run import attempt
 
     rows = []
     stand_in = next(iter(registry.models))  # a name that plans; the geometry takes its place
@@ -108,11 +107,8 @@ def replays(
             spec.id, profile.id, spec.config(), model=stand_in, workload=WORKLOAD, budget=budget, mode="model",
             quality=QualityConfig("none"), warmup_tokens=WARMUP,
         )  # fmt: skip
-        cell: Cell = replace(plan(config, registry)[0], geometry=replace(geometry, quant=config.quant))
-        try:
-            rows.append(run_cell(cell, registry))
-        except MoebenchError as error:
-            rows.append(failed_row(cell, error))
+        cell = replace(plan(config, registry)[0], geometry=replace(geometry, quant=config.quant))
+        rows.append(attempt(cell, registry, strict=False, quiet=True))
     return rows
 
 

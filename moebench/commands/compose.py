@@ -7,7 +7,7 @@ runs. Knows no system, machine or workload by name.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -108,15 +108,21 @@ def resolve(overrides: Sequence[str], registry: Registry) -> RunConfig:
 def from_hydra(config: DictConfig, registry: Registry) -> RunConfig:
     """The typed configuration of what hydra composed."""
     plain: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
+    return typed(plain, registry)
+
+
+def typed(config: Mapping[str, Any], registry: Registry) -> RunConfig:
+    """The configuration of plain data, as hydra composes it and as a row holds it."""
+    plain = dict(config)
     knobs = dict(plain.pop("system"))
     spec = registry.system(knobs.pop("id"))
-    typed = {
+    nested = {
         "system": spec.id,
         "knobs": build(spec.config, knobs, f"system {spec.id}"),
         "workload": build(WorkloadConfig, plain.pop("workload"), "workload"),
         "quality": build(QualityConfig, plain.pop("quality"), "quality"),
     }
-    return build(RunConfig, {**plain, **typed}, "run")
+    return build(RunConfig, {**plain, **nested}, "run")
 
 
 def _check(override: Override, registry: Registry, sweep: bool) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from moebench import hardware
 from moebench.commands.places import writable_folder
-from moebench.commands.words import build, parse
-from moebench.config import QualityConfig, RunConfig, WorkloadConfig, option
+from moebench.commands.words import parse
+from moebench.config import option
 from moebench.errors import MoebenchError
 from moebench.plugins import Registry
 from moebench.result import Row
@@ -72,37 +73,17 @@ def main(words: Sequence[str]) -> int:
 
 def published(rows: Sequence[Row], registry: Registry) -> list[Row]:
     """Figures of others that belong beside these rows, each once; none beside a row whose options are unknown here."""
-    from moebench.harness.plan import Cell
-    from moebench.harness.rows import published_row
+    from moebench.commands.compose import typed
+    from moebench.harness.rows import published_rows
 
     found: dict[str, Row] = {}
     for row in rows:
         spec = registry.systems.get(row.system)
-        near = [one for one in spec.published if (one.hw, one.model) == (row.hw, row.model)] if spec else []
-        if spec is None or not near:
+        if spec is None or not any((one.hw, one.model) == (row.hw, row.model) for one in spec.published):
             continue
-        try:
-            config = _config(row, registry)
-            profile = hardware.load(registry.hardware_path(row.hw))
-        except MoebenchError:
-            continue
-        cell = Cell(config, spec, profile, str(row.protocol["clock"]), "", config.engine)
-        fitting = [published_row(cell, one) for one in near if one.where(config.knobs, config)]
-        found |= {one.id: one for one in fitting}
+        with suppress(MoebenchError):
+            found |= {one.id: one for one in published_rows(spec, typed(row.config, registry), row.model)}
     return list(found.values())
-
-
-def _config(row: Row, registry: Registry) -> RunConfig:
-    """A row's options with their types."""
-    plain = dict(row.config)
-    knobs = {key: value for key, value in plain.pop("system").items() if key != "id"}
-    typed = {
-        "system": row.system,
-        "knobs": build(registry.system(row.system).config, knobs, f"system {row.system}"),
-        "workload": build(WorkloadConfig, plain.pop("workload"), "workload"),
-        "quality": build(QualityConfig, plain.pop("quality"), "quality"),
-    }
-    return build(RunConfig, {**plain, **typed}, "row")
 
 
 def _profiles(rows: Sequence[Row], registry: Registry) -> tuple[dict[str, hardware.HardwareProfile], dict[str, str]]:

@@ -18,8 +18,8 @@ from moebench.harness.isolate import each, isolated
 from moebench.harness.plan import Cell, plan
 from moebench.harness.relocation import overlays
 from moebench.harness.repeats import one_row
-from moebench.harness.rows import failed_row
-from moebench.harness.run import planned, published_rows
+from moebench.harness.rows import failed_row, published_rows
+from moebench.harness.run import planned
 from moebench.plugins import Registry
 from moebench.result import Row
 from moebench.store.overlay import remove_dead
@@ -99,4 +99,4 @@ def _ok(found: Row | MoebenchError) -> bool:
 
 def _rows(arm: Arm, found: Sequence[Row | MoebenchError]) -> list[Row]:
     rows = [failed_row(arm.cell, one) if isinstance(one, MoebenchError) else one for one in found]
-    return [one_row(rows), *published_rows(arm.cell)]
+    return [one_row(rows), *published_rows(arm.cell.spec, arm.cell.config, arm.cell.model)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -44,12 +45,15 @@ def speed(cell: Cell, runs: Sequence[Session]) -> dict[str, Metric]:
         elif any(v is None for v in values):
             found[name] = metric(name, None, None, n, reason)
         else:
-            several = len(values) > 1
-            found[name] = metric(
-                name, float(np.median(values)), provenance, len(values) if several else n,
-                samples=values if several else (), ci=(min(values), max(values)) if len(values) >= 3 else None,
-            )  # fmt: skip
+            one = metric(name, values[0], provenance, n)
+            found[name] = over_repeats(one, values) if len(values) > 1 else one
     return found
+
+
+def over_repeats(first: Metric, values: Sequence[float]) -> Metric:
+    """A metric whose ``values`` are those of several repeats: their median, and from three on their range."""
+    interval = (min(values), max(values)) if len(values) >= 3 else None
+    return replace(first, value=float(np.median(values)), n=len(values), samples=tuple(values), ci=interval)
 
 
 def memory(cell: Cell, runs: Sequence[Session], process: bool) -> dict[str, Metric]:

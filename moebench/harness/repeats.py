@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
+from moebench.harness.figures import over_repeats
 from moebench.metrics import NAMES
 from moebench.result import Metric, Row
 
@@ -39,13 +39,10 @@ def one_row(rows: Sequence[Row]) -> Row:
 
 
 def _together(name: str, found: Sequence[Metric]) -> Metric:
-    """As ``moebench.harness.figures`` does it for the repeats of one process."""
     if name in NAMES:
         if missing := [metric for metric in found if metric.value is None]:
             return missing[0]
-        values = [float(metric.value) for metric in found]  # type: ignore[arg-type]
-        interval = (min(values), max(values)) if len(values) >= 3 else None
-        return replace(found[0], value=statistics.median(values), n=len(values), samples=tuple(values), ci=interval)
+        return over_repeats(found[0], [float(metric.value) for metric in found])  # type: ignore[arg-type]
     if name in PEAKS:
         return max(found, key=lambda metric: -1.0 if metric.value is None else metric.value)
     return found[0]

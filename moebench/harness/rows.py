@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moebench import machine
+from moebench.config import RunConfig
 from moebench.harness import environment, figures
 from moebench.harness.blame import reason
 from moebench.harness.plan import Cell
 from moebench.harness.session import Session
 from moebench.result import Metric, Row, metric
-from moebench.systemspec import Equipment, Published
+from moebench.systemspec import Equipment, Published, SystemSpec
 
 NAMELESS = ("trace", "synthetic")
 
@@ -65,14 +66,19 @@ def _workload_name(cell: Cell) -> str:
     return Path(workload.path).stem if workload.kind == "trace" and workload.name in NAMELESS else workload.name
 
 
-def published_row(cell: Cell, found: Published) -> Row:
-    """Figures that others published for this system, machine and model: nothing here was run."""
+def published_rows(spec: SystemSpec, config: RunConfig, model: str) -> list[Row]:
+    """What others published for this system, machine, model and these options: nothing here was run."""
+    fitting = [found for found in spec.published if (found.hw, found.model) == (config.hw, model)]
+    return [_published_row(spec, config, found) for found in fitting if found.where(config.knobs, config)]
+
+
+def _published_row(spec: SystemSpec, config: RunConfig, found: Published) -> Row:
     metrics = {name: metric(name, None, None, 0, "the publication does not report it") for name in figures.TABLE}
     for name, (value, source) in found.metrics.items():
         metrics[name] = metric(name, value, "published", source=source)
     return Row(
-        system=cell.spec.id,
-        fidelity=cell.spec.fidelity(cell.config.knobs),
+        system=spec.id,
+        fidelity=spec.fidelity(config.knobs),
         hw=found.hw,
         model=found.model,
         workload_name="published",

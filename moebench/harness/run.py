@@ -12,7 +12,7 @@ from moebench.harness.cell import run_cell
 from moebench.harness.isolate import isolated
 from moebench.harness.plan import Cell, plan
 from moebench.harness.relocation import overlays
-from moebench.harness.rows import failed_row, published_row
+from moebench.harness.rows import failed_row, published_rows
 from moebench.plugins import Registry, load_plugins
 from moebench.residency.ledger import BudgetError
 from moebench.result import Row
@@ -27,24 +27,14 @@ def run(config: RunConfig, strict: bool = True) -> list[Row]:
     registry = load_plugins()
     rows = []
     for number, cell in enumerate(plan(config, registry)):
-        rows += [_row(cell, config, number, registry, strict), *published_rows(cell)]
+        rows += [_row(cell, config, number, registry, strict), *published_rows(cell.spec, cell.config, cell.model)]
     return rows
-
-
-def published_rows(cell: Cell) -> list[Row]:
-    """What others published for this system, machine, model and these options."""
-    hw, knobs = cell.config.hw, cell.config.knobs
-    return [
-        published_row(cell, found)
-        for found in cell.spec.published
-        if (found.hw, found.model) == (hw, cell.model) and found.where(knobs, cell.config)
-    ]
 
 
 def _row(cell: Cell, config: RunConfig, number: int, registry: Registry, strict: bool) -> Row:
     """A modeled cell runs here, a measured one in a process of its own."""
     if cell.clock == "virtual":
-        return _attempt(cell, registry, strict)
+        return attempt(cell, registry, strict)
     try:
         return isolated(planned, config, number, strict)
     except MoebenchError as error:
@@ -58,10 +48,10 @@ def _row(cell: Cell, config: RunConfig, number: int, registry: Registry, strict:
 def planned(config: RunConfig, number: int, strict: bool, quiet: bool = False) -> Row:
     """The row of the ``number``-th cell of a configuration, in this process; ``quiet`` where others run beside it."""
     registry = load_plugins(quiet=True)
-    return _attempt(plan(config, registry)[number], registry, strict, quiet)
+    return attempt(plan(config, registry)[number], registry, strict, quiet)
 
 
-def _attempt(cell: Cell, registry: Registry, strict: bool, quiet: bool = False) -> Row:
+def attempt(cell: Cell, registry: Registry, strict: bool, quiet: bool = False) -> Row:
     """The row of a cell, or the failed row that says why there is none."""
     with Status(not quiet) as status:
         try:

@@ -104,14 +104,6 @@ def groups(rows: Sequence[Row], roles: Mapping[str, str]) -> list[Group]:
     return [Group(hw, model, tuple(_named(part, roles))) for (hw, model), part in sorted(found.items())]
 
 
-def options(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A row's options by dotted name."""
-    found: dict[str, Any] = {}
-    for name, value in config.items():
-        found |= options(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-    return found
-
-
 def _order(row: Row, roles: Mapping[str, str]) -> tuple[Any, ...]:
     role = roles.get(row.system, "system")
     published = row.workload["kind"] == PUBLISHED
@@ -135,11 +127,11 @@ def _named(rows: Sequence[Row], roles: Mapping[str, str]) -> list[Named]:
     of: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         if row.config:
-            of.setdefault((row.system, workloads[row.id]), []).append(options(row.config))
+            of.setdefault((row.system, workloads[row.id]), []).append(row.options)
     named: list[Named] = []
     taken: set[tuple[str, str]] = set()
     for row in rows:
-        mine, workload = options(row.config), workloads[row.id]
+        mine, workload = row.options, workloads[row.id]
         others = of.get((row.system, workload), [])
         differ = [key for key in mine if len({str(config.get(key)) for config in others}) > 1]
         name = " ".join([row.system, *(f"{_short(key)}={mine[key]}" for key in differ)])

@@ -14,7 +14,7 @@ from typing import Any
 
 from moebench.quality.members import members
 from moebench.quality.paired import exact_p, paired_delta
-from moebench.report.groups import newest, options
+from moebench.report.groups import newest
 from moebench.report.plain import Plain
 from moebench.result import Row
 
@@ -129,7 +129,7 @@ def _columns(rows: Sequence[Row]) -> list[Column]:
     columns = []
     for row in rows:
         said, *others = (
-            {"hw": other.hw, "workload": other.workload_name, **options(other.config)}
+            {"hw": other.hw, "workload": other.workload_name, **other.options}
             for other in (row, *(other for other in rows if other.system == row.system))
         )
         varied = [name for name in said if any(other.get(name) != said[name] for other in others)]

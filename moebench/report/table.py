@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moebench.report.groups import options
 from moebench.result import METRICS, Metric, Row
 
 MARKS = {"measured": "m", "modeled": "~", "published": "†"}
@@ -101,7 +100,7 @@ def _has(row: Row, name: str) -> bool:
 
 def _label(row: Row, label: str) -> str:
     if label not in LABELS and label != "hw":
-        return str(options(row.config).get(label, ""))
+        return str(row.options.get(label, ""))
     return str(getattr(row, "workload_name" if label == "workload" else label))
 
 
@@ -110,7 +109,7 @@ def _varied(rows: Sequence[Row]) -> list[str]:
     seen: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         if row.config:
-            seen.setdefault((row.system, row.model), []).append(options(row.config))
+            seen.setdefault((row.system, row.model), []).append(row.options)
     names = dict.fromkeys(name for configs in seen.values() for config in configs for name in config)
     return [n for n in names if any(len({str(c.get(n)) for c in configs}) > 1 for configs in seen.values())]
 
