@@ -17,6 +17,7 @@ comma := ,
 space := $() $()
 NEW := build/regress
 FORMAT ?= table
+JOBS ?= 2
 MOEBENCH := OMP_NUM_THREADS=1 MOEBENCH_PLUGINS= $(BIN)/moebench
 LIVE := systems=lru,edge0,flashmoe,moe_infinity,specprefetch,ssd_llama,bigmomo baselines=false
 REPLAY := model=tinymoe workload=trace workload.path=$(TRACES)
@@ -27,7 +28,7 @@ run: $(VENV)/.run
 	$(BIN)/moebench run $(ARGS)
 
 test: $(VENV)/.test
-	OMP_NUM_THREADS=1 MOEBENCH_PLUGINS= $(BIN)/python -m pytest tests
+	OMP_NUM_THREADS=1 MOEBENCH_PLUGINS= $(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests
 
 check: $(VENV)/.check
 	$(BIN)/ruff check .

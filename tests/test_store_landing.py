@@ -113,9 +113,9 @@ def test_a_run_that_waits_for_its_buffers_is_not_overtaken_by_smaller_requests(p
     with open_engine("pread", pack, threads=2, pool=3) as engine:
         gate, buffers = Gate(engine), dirty_buffers(pack)
         keys = run_of(pack, range(pack.keys))[0]
-        futures = [engine.submit(keys[0], buffers[0], DEMAND)]
+        futures = [engine.submit(keys[0], buffers[keys[0]], DEMAND)]
         assert gate.started.acquire(timeout=20)
-        futures += engine.submit_run(keys[1:4], buffers[1:4], DEMAND)
+        futures += engine.submit_run(keys[1:4], [buffers[key] for key in keys[1:4]], DEMAND)
         futures += [engine.submit(key, buffers[key], DEMAND) for key in keys[4:8]]
         engine.check_integrity()
         assert not gate.started.acquire(timeout=0.05)
