@@ -6,6 +6,7 @@ import numpy as np
 from engine_fixtures import costs
 from torch_models import make_backend, make_pack, native_model
 
+from moebench.backends.torch_geometry import geometry_of
 from moebench.backends.torch_source import TransformersSource
 from moebench.draft import Draft
 from moebench.engine.acquire import Experts
@@ -92,7 +93,7 @@ class Desk:
         model = native_model(family, **changes)
         self.pack = make_pack(folder, model, QuantSpec(quant, 32), dtype)
         self.backend = make_backend(self.pack, dtype=dtype, numerics=numerics)
-        self.geometry = TransformersSource(model, dtype).geometry(quant)
+        self.geometry = geometry_of(TransformersSource(model, dtype).model["config"], "model", quant)
 
     def answer(self, prompts, new_tokens=12, plugins=(), slots=None, **options):
         """Tokens and logits of one batch."""

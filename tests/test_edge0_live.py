@@ -15,6 +15,7 @@ from numpy_ops import NumpyOps
 from torch_models import make_backend, native_model
 
 from moebench.backends.torch_bytes import TorchCpuLayout
+from moebench.backends.torch_geometry import geometry_of
 from moebench.backends.torch_ops import TorchOps
 from moebench.backends.torch_source import TransformersSource
 from moebench.commands.record import RecordedSystem, RecordingExperts
@@ -52,7 +53,7 @@ class Lab:
         )  # fmt: skip
         source = TransformersSource(model, "bfloat16")
         self.pack = write_pack(folder / "pack", source, QuantSpec("int4"), TorchCpuLayout())
-        self.geometry = source.geometry("int4")
+        self.geometry = geometry_of(source.model["config"], source.model["name"], "int4")
         self.backend = make_backend(self.pack, dtype="bfloat16")
 
     def plan(self, top_k=2, first_token="gate") -> Plan:

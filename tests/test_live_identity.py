@@ -10,6 +10,7 @@ from engine_fixtures import Adversary, Watch, costs
 from torch_models import make_backend, native_model
 
 from moebench.backends.torch_bytes import TorchCpuLayout
+from moebench.backends.torch_geometry import geometry_of
 from moebench.backends.torch_source import TransformersSource
 from moebench.engine.acquire import Experts
 from moebench.engine.hooks import Hooks
@@ -42,7 +43,7 @@ class Lab:
             self.packs[layout] = write_pack(
                 folder / layout, source, QuantSpec(quant), TorchCpuLayout(), layout=layout, order=order
             )
-        self.geometry = source.geometry(quant)
+        self.geometry = geometry_of(source.model["config"], source.model["name"], quant)
         self.backend = make_backend(self.packs["packed"], dtype="bfloat16")
 
     def run(

@@ -12,6 +12,7 @@ import torch
 from artefact_fixtures import examples_file, model_folder, random_heads
 from safetensors.torch import save_file
 
+from moebench.backends.torch_geometry import geometry_of
 from moebench.backends.torch_source import TransformersSource
 from moebench.backends.torch_threads import torch_threads
 from moebench.cli import main
@@ -210,7 +211,7 @@ def test_the_command_writes_where_the_system_looks(registered, small, tmp_path, 
     found = load(made)
     made.parent.rename(made.parent.with_name("edge0"))
     source = TransformersSource(small[0])
-    target = Target("small", source.geometry(), source.model["weights_hash"])
+    target = Target("small", geometry_of(source.model["config"], "small"), source.model["weights_hash"])
     assert find(target, 2) == made.parent.with_name("edge0") / "small-k2"
     assert found.base.weights_hash == target.weights_hash
 

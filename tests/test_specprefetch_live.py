@@ -17,6 +17,7 @@ from torch_models import make_backend, native_model
 
 import moebench
 from moebench.backends.torch_bytes import TorchCpuLayout
+from moebench.backends.torch_geometry import geometry_of
 from moebench.backends.torch_ops import TorchOps
 from moebench.backends.torch_source import TransformersSource
 from moebench.cli import main
@@ -58,7 +59,7 @@ class Lab:
         model = native_model("qwen3_moe", hidden_size=64, num_hidden_layers=4, num_experts=8, moe_intermediate_size=64)
         source = TransformersSource(model, "bfloat16")
         self.pack = write_pack(folder / "pack", source, QuantSpec("int4"), TorchCpuLayout())
-        self.geometry = source.geometry("int4")
+        self.geometry = geometry_of(source.model["config"], source.model["name"], "int4")
         self.backend = make_backend(self.pack, dtype="bfloat16")
         self.target = Target("small", self.geometry, "abc")
         self.folder = save(artefact(), folder / "art")

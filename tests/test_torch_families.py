@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch_models import FAMILIES, DictServer, make_backend, make_pack, native_model, run
 
-from moebench.backends.torch_source import geometry_of, load_model
+from moebench.backends.torch_geometry import geometry_of
+from moebench.backends.torch_source import load_model
 from moebench.routing import law_of_config
 
 TOKENS = np.random.default_rng(0).integers(0, 96, (2, 11))

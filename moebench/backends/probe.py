@@ -19,8 +19,8 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moebench.backends.torch_experts import DTYPES, BackendError, ExpertLayer, combine, expert_modules
+from moebench.backends.torch_geometry import attention_modules, head_shape
 from moebench.backends.torch_lora import branch_of
-from moebench.backends.torch_source import attention_modules, head_shape
 from moebench.store.layout import TensorSpec
 
 ROWS = (1, 2, 3, 4, 8, 16, 33)

@@ -15,7 +15,8 @@ from transformers.cache_utils import DynamicLayer
 
 from moebench.backends.base import Drafter
 from moebench.backends.torch_experts import BackendError
-from moebench.backends.torch_source import attention_modules, cached_values, load_model
+from moebench.backends.torch_geometry import attention_modules, cached_values
+from moebench.backends.torch_source import load_model
 from moebench.backends.torch_state import cache_argument
 from moebench.draft import ROOT, Draft
 

@@ -42,7 +42,7 @@ class LiveModel:
 
 def load_live(folder: Path, name: str, quant: str, layout: str, order: str = "", codec: str = "none") -> LiveModel:
     """Open the pack of a model folder, making it first if this machine has none; raises one clear line on failure."""
-    from moebench.backends.torch_source import geometry_of
+    from moebench.backends.torch_geometry import geometry_of
 
     tokenizer = load_tokenizer(folder)
     pack = ensure_pack(folder, name, quant, layout, order, codec)
@@ -52,7 +52,7 @@ def load_live(folder: Path, name: str, quant: str, layout: str, order: str = "",
 
 def folder_geometry(folder: Path, name: str, quant: str) -> Geometry:
     """The geometry of a model folder by its configuration alone: no weights are read, no pack is made."""
-    from moebench.backends.torch_source import geometry_of
+    from moebench.backends.torch_geometry import geometry_of
 
     try:
         config = json.loads((folder / "config.json").read_text())
