@@ -46,6 +46,21 @@ def nibble_positions(rows: int, columns: int) -> np.ndarray:
     return positions
 
 
+def _require_kernel(tensor: LogicalTensor) -> None:
+    """Raise ``LayoutError`` unless torch has a CPU kernel for weights of this kind, with floats of this kind."""
+    if tensor.kind not in ("none", "int8", "int4"):
+        raise LayoutError(
+            f"{tensor.name}: torch has no CPU kernel for {tensor.kind} weights, and as bf16 they would be others; "
+            f"use backend=mlx"
+        )
+    for part in (tensor.values if tensor.kind == "none" else None, tensor.scale, tensor.bias):
+        if part is not None and part.dtype != np.uint16:
+            raise LayoutError(
+                f"{tensor.name}: holds {part.dtype} numbers, which the torch_cpu layout would round to bf16; "
+                f"use backend=mlx"
+            )
+
+
 class TorchCpuLayout(ByteLayout):
     """Bytes for F.linear, ``_weight_int8pack_mm`` and ``_weight_int4pack_mm_for_cpu`` on this machine."""
 
@@ -57,6 +72,7 @@ class TorchCpuLayout(ByteLayout):
     def encode(self, tensor: LogicalTensor) -> dict[str, np.ndarray]:
         """Parts ``NAME`` (uint16, int8 or uint8) and, if quantised, ``NAME.scales`` (uint16 bf16 bits)."""
         name = tensor.name
+        _require_kernel(tensor)
         if tensor.kind == "none":
             return {name: np.ascontiguousarray(tensor.values)}
         rows, columns = tensor.shape
@@ -75,7 +91,9 @@ class TorchCpuLayout(ByteLayout):
         inexact = (from_bf16(bits) != zero) | (bias_bits(tensor.scale, bits) != tensor.bias)
         if inexact.any():
             row, group = np.argwhere(inexact)[0]
-            raise LayoutError(f"{name}: zero point of row {row}, group {group} is not exact in bf16 (torch_cpu int4)")
+            raise LayoutError(
+                f"{name}: zero point of row {row}, group {group} is not exact in bf16 (torch_cpu int4); use backend=mlx"
+            )
         scales = np.stack([tensor.scale.T, bits.T], axis=-1)
         return {name: pack_nibbles(tensor.values), f"{name}.scales": np.ascontiguousarray(scales)}
 

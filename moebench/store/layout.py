@@ -15,19 +15,23 @@ from typing import Any, Protocol
 
 import numpy as np
 
+# Bits of the codes that a quantised tensor's ``values`` hold, by kind; int8 holds signed numbers instead of codes.
+CODE_BITS = {"int4": 4, **{f"affine{bits}": bits for bits in (2, 3, 5, 6, 8)}, "mxfp4": 4, "mxfp8": 8, "nvfp4": 4}
+KINDS = ("none", "int8", *CODE_BITS)
+
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """How weights are quantised: ``none`` (bf16), ``int8`` (symmetric per output row) or ``int4`` (affine per
-    group).
+    """How weights are quantised: ``none`` (bf16), ``int8`` (symmetric per output row), ``int4`` (affine per group), or
+    ``stored``: each tensor as its quantised source holds it.
     """
 
     kind: str = "int4"
     group: int = 64
 
     def __post_init__(self) -> None:
-        if self.kind not in ("none", "int8", "int4"):
-            raise ValueError(f"quant {self.kind!r} is not one of none, int8, int4")
+        if self.kind not in ("none", "int8", "int4", "stored"):
+            raise ValueError(f"quant {self.kind!r} is not one of none, int8, int4, stored")
         if self.kind == "int4" and self.group not in (32, 64, 128):
             raise ValueError(f"group {self.group} is not one of 32, 64, 128")
 
@@ -36,9 +40,12 @@ class QuantSpec:
 class LogicalTensor:
     """One weight matrix [out, in] (or a bias vector [out]) of one expert.
 
-    ``none``: ``values`` is uint16 holding bf16 bits. ``int4``: ``values`` is uint8 [out, in] in 0..15, ``scale`` and
-    ``bias`` are uint16 bf16 bits [out, in/group]. ``int8``: ``values`` is int8 [out, in], ``scale`` is uint16 bf16 bits
-    [out], no bias. Vectors are always ``none``.
+    ``none``: ``values`` are floats. ``int4``: ``values`` is uint8 [out, in] in 0..15, ``scale`` and ``bias`` are floats
+    [out, in/group]; ``affine2`` to ``affine8`` are the same of other bits. ``int8``: ``values`` is int8 [out, in],
+    ``scale`` is floats [out], no bias. ``mxfp4``, ``mxfp8``, ``nvfp4``: ``values`` is uint8 [out, in], codes of FP4
+    E2M1 or FP8 E4M3 numbers, ``scale`` uint8 [out, in/group], codes of powers of two (E8M0; nvfp4: E4M3), no bias (OCP
+    Microscaling Formats 1.0, section 5). Floats are uint16 holding bf16 bits; what a checkpoint brings may also be
+    float16 or float32. Vectors are always ``none``.
     """
 
     name: str
@@ -57,7 +64,7 @@ class LogicalTensor:
 class TensorSpec:
     """Where one encoded part of an expert lies inside its extent; the same for all experts of a pack.
 
-    ``name`` is e.g. ``gate_up_proj`` or ``gate_up_proj.scales``; ``dtype`` a safetensors-style name (``U8``, ``I8``,
+    ``name`` is e.g. ``gate_up_proj`` or ``gate_up_proj.scales``; ``dtype`` a safetensors-style name (``U8``, ``U32``,
     ``BF16``); ``offset`` and ``nbytes`` are relative to the expert's first byte; offsets are 64-byte aligned.
     """
 
@@ -97,8 +104,10 @@ class ExpertSource(Protocol):
     experts: int
     model: Mapping[str, Any]  # name, config (dict), weights hash; copied into the manifest
 
-    def expert(self, layer: int, expert: int) -> dict[str, np.ndarray]:
-        """Tensors of one expert by name, fp32 [out, in] or [out], in a fixed order of names."""
+    def expert(self, layer: int, expert: int) -> dict[str, np.ndarray | LogicalTensor]:
+        """Tensors of one expert by name, in a fixed order of names: fp32 [out, in] or [out], or, where the source is
+        quantised (``quant`` of ``moebench.checkpoint.stored`` says so), kept as they are.
+        """
 
     def write_dense(self, path: Path) -> int:
         """Write everything but the routed experts as one safetensors file; returns its size in bytes."""

@@ -16,7 +16,7 @@ import xxhash
 
 from moebench.store.engines import StoreError
 from moebench.store.extents import DTYPES, PART_ALIGNMENT, Extents
-from moebench.store.layout import QuantSpec, TensorSpec
+from moebench.store.layout import KINDS, QuantSpec, TensorSpec
 
 # Bump by one whenever a field is added, removed or changes its meaning, or the bytes of experts.bin do; a reader
 # accepts exactly its own schema, and an older pack is written again from its source.
@@ -34,8 +34,8 @@ class WeightSpec:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if self.kind not in ("none", "int8", "int4"):
-            raise StoreError(f"manifest: weight {self.name!r} is of kind {self.kind!r}, not one of none, int8, int4")
+        if self.kind not in KINDS:
+            raise StoreError(f"manifest: weight {self.name!r} is of kind {self.kind!r}, not one of {', '.join(KINDS)}")
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,6 +31,11 @@ def from_bf16(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
+def floats(values: np.ndarray) -> np.ndarray:
+    """fp32 numbers of bf16 bits (uint16), float16 or float32; exact."""
+    return from_bf16(values) if values.dtype == np.uint16 else values.astype(np.float32)
+
+
 def quantize(name: str, weights: np.ndarray, spec: QuantSpec) -> LogicalTensor:
     """Quantise one fp32 matrix [out, in] along its input axis; a vector [out] stays bf16.
 
@@ -52,16 +57,20 @@ def quantize(name: str, weights: np.ndarray, spec: QuantSpec) -> LogicalTensor:
 
 
 def dequantize(tensor: LogicalTensor) -> np.ndarray:
-    """The fp32 weights that ``tensor`` stands for."""
+    """The fp32 weights that ``tensor`` stands for: codes and scales multiplied, then biases added, each in fp32."""
     if tensor.kind == "none":
-        return from_bf16(tensor.values)
+        return floats(tensor.values)
     assert tensor.scale is not None
-    scale = from_bf16(tensor.scale)
-    if tensor.bias is None:
-        return tensor.values * scale[:, None]
+    if tensor.kind == "int8":
+        return tensor.values * floats(tensor.scale)[:, None]
     rows, columns = tensor.values.shape
-    groups = tensor.values.reshape(rows, scale.shape[1], -1).astype(np.float32)
-    return (groups * scale[..., None] + from_bf16(tensor.bias)[..., None]).reshape(rows, columns)
+    if tensor.bias is None:
+        elements, scales = _FORMATS[tensor.kind]
+        groups, scale = elements[tensor.values], scales[tensor.scale]
+        return (groups.reshape(rows, scale.shape[1], -1) * scale[..., None]).reshape(rows, columns)
+    scale, groups = floats(tensor.scale), tensor.values.astype(np.float32)
+    groups = groups.reshape(rows, scale.shape[1], -1) * scale[..., None]
+    return (groups + floats(tensor.bias)[..., None]).reshape(rows, columns)
 
 
 def midpoint_is_exact(scale: np.ndarray, bias: np.ndarray) -> np.ndarray:
@@ -78,6 +87,8 @@ def expert_digest(tensors: Iterable[LogicalTensor]) -> bytes:
         digest.update(f"{tensor.name}\0{tensor.kind}\0{tensor.shape}\0".encode())
         for part in (tensor.values, tensor.scale, tensor.bias):
             if part is not None:
+                if part.dtype.kind == "f":  # bf16 bits, codes and int8 are the rule and stand unsaid
+                    digest.update(part.dtype.str.encode())
                 digest.update(np.ascontiguousarray(part).data)
     return digest.digest()
 
@@ -108,5 +119,21 @@ def _integers(weights: np.ndarray, scale: np.ndarray, lowest: int, highest: int)
     return np.clip(np.rint(weights / np.where(scale > 0, scale, np.inf)), lowest, highest)
 
 
+def _float_codes(exponent_bits: int, mantissa_bits: int, bias: int) -> np.ndarray:
+    """fp32 numbers of all codes of a small float with a sign bit on top, finite throughout (E2M1, E4M3)."""
+    code = np.arange(1 << (1 + exponent_bits + mantissa_bits))
+    mantissa, exponent = code & ((1 << mantissa_bits) - 1), (code >> mantissa_bits) & ((1 << exponent_bits) - 1)
+    fraction = mantissa / (1 << mantissa_bits) + (exponent > 0)
+    values = np.ldexp(fraction, np.maximum(exponent, 1) - bias)
+    return np.where(code >> (exponent_bits + mantissa_bits), -values, values).astype(np.float32)
+
+
 def _round(values: np.ndarray) -> np.ndarray:
     return from_bf16(to_bf16(values))
+
+
+# OCP Microscaling Formats 1.0, section 5.3: E2M1 has no infinity and no NaN, E4M3 NaN at all ones, E8M0 is 2^(c-127).
+_E2M1, _E4M3 = _float_codes(2, 1, 1), _float_codes(4, 3, 7)
+_E4M3[[0x7F, 0xFF]] = np.nan
+_E8M0 = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
+_FORMATS = {"mxfp4": (_E2M1, _E8M0), "mxfp8": (_E4M3, _E8M0), "nvfp4": (_E2M1, _E4M3)}  # elements, scales

@@ -18,7 +18,7 @@ from moebench.store.coded import encode as encode_expert
 from moebench.store.coded import longest
 from moebench.store.engines import StoreError
 from moebench.store.extents import Extents, Segment, place_parts
-from moebench.store.layout import ByteLayout, ExpertSource, QuantSpec, TensorSpec
+from moebench.store.layout import ByteLayout, ExpertSource, LogicalTensor, QuantSpec, TensorSpec
 from moebench.store.manifest import (
     CODECS,
     REQUEST_FIELDS,
@@ -69,7 +69,8 @@ def write_pack(
     """
 
     def encode(layer: int, expert: int) -> Encoded:
-        tensors = [quantize(name, weights, quant) for name, weights in source.expert(layer, expert).items()]
+        found = source.expert(layer, expert)
+        tensors = [w if isinstance(w, LogicalTensor) else quantize(name, w, quant) for name, w in found.items()]
         parts = {name: part for tensor in tensors for name, part in byte_layout.encode(tensor).items()}
         return Encoded(parts, tuple(WeightSpec(t.name, t.kind, t.shape) for t in tensors), expert_digest(tensors))
 
