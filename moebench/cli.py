@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from moebench.commands.words import respell
 from moebench.errors import UsageError, unknown
 
 COMMANDS = {
@@ -19,6 +20,7 @@ COMMANDS = {
     "list": "systems, hardware, models and engines that can be named",
     "doctor": "what this machine can measure, and what is missing",
     "pack": "turn a model folder into an expert pack",
+    "model": "make a model folder: random weights of any geometry, or a small real model of experts",
     "prepare": "fit or import what a system brings to a model, such as trained heads",
     "calibrate": "measure this machine into hw=host",
     "new-system": "write a plugin package with a system of your own, ready to install",
@@ -40,7 +42,7 @@ def usage() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns 0 for done, 1 for a failed run, 2 for wrong use."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = respell(sys.argv[1:] if argv is None else argv)
     debug = "debug=true" in words
     try:
         return _dispatch(words)

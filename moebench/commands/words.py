@@ -15,6 +15,24 @@ from typing import Any, Literal, TypeVar
 from moebench.errors import UsageError
 
 T = TypeVar("T")
+FLAGS = ("help", "verbose", "version", "multirun", "cfg", "info")  # words with two dashes that set no option
+
+
+def respell(words: Sequence[str]) -> list[str]:
+    """``--name value`` and ``--name=value`` as ``name=value``; flags and a name without a value stay as they are."""
+    found: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        if word.startswith("--") and name and name not in FLAGS and (equals or _is_value(rest)):
+            word = f"{name.replace('-', '_')}={value if equals else rest.pop(0)}"
+        found.append(word)
+    return found
+
+
+def _is_value(rest: Sequence[str]) -> bool:
+    return bool(rest) and "=" not in rest[0] and (not rest[0].startswith("-") or rest[0][1:2].isdigit())
 
 
 def parse(words: Sequence[str], cls: type[T], command: str) -> T | None:
