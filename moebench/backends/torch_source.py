@@ -6,6 +6,7 @@ quantisation and no byte layout.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
@@ -26,6 +27,8 @@ from moebench.store.pack import file_hash
 logging.disable_progress_bar()
 logging.set_verbosity_error()
 
+# Model types of the hub whose own code computes what a class of transformers does.
+SAME_MODEL = {"kimi_k2": "deepseek_v3"}
 FLOATS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -37,17 +40,21 @@ def float_type(dtype: str) -> torch.dtype:
 
 
 def load_model(folder: str | Path, dtype: str, attention: str = "eager") -> PreTrainedModel:
-    """Load a local model folder with transformers as it is, never from the network and never running its code."""
-    if not (Path(folder) / "config.json").is_file():
-        raise BackendError(f"no transformers model at {folder}: it has no config.json")
+    """Load a local model folder with transformers, quantised weights as the numbers they stand for.
+
+    Never from the network, and never running the folder's code.
+    """
+    config = load_config(folder)
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             folder,
+            config=model_config(config),
             dtype=float_type(dtype),
             attn_implementation=attention,
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            **_plain_weights(config),
         )
     except Exception as error:  # transformers raises whatever a damaged file leads it to
         raise BackendError(f"cannot load the model at {folder}: {' '.join(str(error).split())[:300]}") from None
@@ -56,19 +63,56 @@ def load_model(folder: str | Path, dtype: str, attention: str = "eager") -> PreT
     return model.eval()
 
 
-def empty_model(config: Mapping[str, Any], dtype: str, attention: str = "eager") -> PreTrainedModel:
-    """The model of a configuration dict with every tensor on the meta device: shapes and no memory."""
+def load_config(folder: str | Path) -> dict[str, Any]:
+    """The configuration of a model folder as it stands in its config.json."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise BackendError(f"no transformers model at {folder}: it has no config.json")
+    try:
+        config = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise BackendError(f"{path} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise BackendError(f"{path} is not a JSON object")
+    return config
+
+
+def model_config(config: Mapping[str, Any]) -> PreTrainedConfig:
+    """A configuration dict as transformers' own class has it; what says where remote code lies is left out."""
     kind = config.get("model_type")
+    kind = SAME_MODEL.get(kind, kind)
     if kind not in CONFIG_MAPPING:
         raise BackendError(f"model type {kind!r} is not one that this transformers version knows")
-    settings = {k: v for k, v in config.items() if k != "quantization_config"}  # packs hold the plain weights
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            CONFIG_MAPPING[kind].from_dict(settings),
-            dtype=float_type(dtype),
-            attn_implementation=attention,
-            trust_remote_code=False,
-        ).eval()
+    settings = {k: v for k, v in config.items() if k not in ("auto_map", "model_type")}
+    try:
+        return CONFIG_MAPPING[kind].from_dict(settings)
+    except Exception as error:  # transformers raises whatever a wrong value leads it to
+        raise BackendError(f"config.json of {kind}: {' '.join(str(error).split())[:300]}") from None
+
+
+def empty_model(config: Mapping[str, Any], dtype: str, attention: str = "eager") -> PreTrainedModel:
+    """The model of a configuration dict with every tensor on the meta device: shapes and no memory."""
+    plain = {k: v for k, v in config.items() if k != "quantization_config"}  # packs hold the plain weights
+    settings = model_config(plain)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(
+                settings, dtype=float_type(dtype), attn_implementation=attention, trust_remote_code=False
+            ).eval()
+    except Exception as error:  # as above, and of model types that generate no text
+        raise BackendError(
+            f"no model of this {settings.model_type} configuration: {' '.join(str(error).split())[:300]}"
+        ) from None
+
+
+def _plain_weights(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What makes transformers decode the quantised weights that moebench decodes too."""
+    quantization = config.get("quantization_config") or {}
+    if quantization.get("quant_method") == "fp8":
+        return {"quantization_config": FineGrainedFP8Config(dequantize=True)}
+    if quantization.get("quant_method") == "mxfp4":
+        return {"quantization_config": Mxfp4Config(dequantize=True)}
+    return {}
 
 
 def expert_names(model: nn.Module) -> set[str]:
