@@ -14,7 +14,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from moebench.draft import Draft
+from moebench.errors import MoebenchError
 from moebench.step import Routing, Step
+from moebench.store.pages import aligned_buffer
+
+
+class BackendError(MoebenchError):
+    """A model that cannot be served, or a server that broke its contract."""
 
 
 class ExpertServer(Protocol):
@@ -181,3 +187,16 @@ class Backend(ABC):
     @abstractmethod
     def kv_bytes(self) -> int:
         """Bytes of the KV cache held now."""
+
+    def buffer(self, nbytes: int) -> np.ndarray:
+        """A zeroed, page-aligned uint8 array [nbytes] for experts, in memory that this backend computes on in place."""
+        return aligned_buffer(nbytes)
+
+    def allocator_peak_bytes(self) -> int | None:
+        """The most that the library's allocator held at a time since the model was loaded; None: it keeps no count."""
+        return None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a row should say of how this backend computes, a line each."""
+        return ()

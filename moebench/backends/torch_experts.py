@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from moebench.backends.base import ExpertServer
-from moebench.errors import MoebenchError
+from moebench.backends.base import BackendError, ExpertServer
 from moebench.step import ABSENT, Routing
 from moebench.store.layout import TensorSpec
 
@@ -27,10 +26,6 @@ DTYPES = {"BF16": torch.bfloat16, "U8": torch.uint8, "I8": torch.int8}
 EXPERT_TENSORS = ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias")
 
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-
-
-class BackendError(MoebenchError):
-    """A model that cannot be served, or a server that broke its contract."""
 
 
 def expert_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -1,0 +1,137 @@
+"""From a configuration and a file of dense weights to a model of mlx-lm whose experts are not there.
+
+The file holds a checkpoint's own keys, so that mlx-lm's own ``sanitize`` takes them. Knows names and shapes; knows no
+expert's bytes and no pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
+from mlx_lm.utils import _get_classes, infer_quant_config
+
+from moebench.backends.base import BackendError
+
+ROUTED = (".experts.", ".switch_mlp.", ".input_linear.", ".output_linear.")
+
+
+def on_gpu() -> bool:
+    """Whether mlx computes on a GPU here."""
+    return mx.default_device().type == mx.gpu
+
+
+def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration with the names of older transformers beside the newer ones, since mlx-lm reads those."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    found = {k: v for k, v in config.items() if k != "quantization_config"}  # packs hold the plain weights
+    kind = str(config.get("model_type")).removesuffix("_text")
+    if (known := next((k for k in (config.get("model_type"), kind) if k in CONFIG_MAPPING), None)) is not None:
+        for old, new in (CONFIG_MAPPING[known].attribute_map or {}).items():
+            for one, other in ((old, new), (new, old)):
+                if one in config and other not in config:
+                    found[other] = config[one]
+    rope = config.get("rope_parameters")
+    if isinstance(rope, Mapping) and "rope_type" in rope:
+        found |= {k: v for k, v in rope.items() if k in ("rope_theta", "partial_rotary_factor") and k not in config}
+        if rope["rope_type"] != "default":
+            found.setdefault("rope_scaling", {**rope, "type": rope["rope_type"]})
+    if isinstance(config.get("text_config"), Mapping):
+        found["text_config"] = plain_config(config["text_config"])
+    return found
+
+
+def empty_model(config: Mapping[str, Any]) -> nn.Module:
+    """The model of a configuration; mlx makes its random weights only when they are used, so none take memory."""
+    try:
+        model_class, arguments = _get_classes(dict(config))
+        return model_class(arguments.from_dict(dict(config)))
+    except ValueError as error:
+        raise BackendError(
+            f"mlx-lm has no model type {config.get('model_type')!r} ({error}); use backend=torch"
+        ) from None
+    except (TypeError, KeyError, AttributeError) as error:
+        raise BackendError(f"mlx-lm does not read this {config.get('model_type')!r} configuration: {error}") from None
+
+
+def switches(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that hold routed experts, by path, in layer order."""
+    found = {path: m for path, m in model.named_modules() if isinstance(m, SwitchGLU | SwitchMLP)}
+    if not found:
+        raise BackendError(f"{model.model_type} has no SwitchGLU or SwitchMLP in mlx-lm; use backend=torch")
+    if odd := {type(m).__name__ for m in found.values()} - {"SwitchGLU", "SwitchMLP"}:
+        raise BackendError(f"{model.model_type} has switches of its own ({', '.join(odd)}); use backend=torch")
+    return dict(sorted(found.items(), key=lambda item: [int(p) if p.isdigit() else -1 for p in item[0].split(".")]))
+
+
+def owner(model: nn.Module, path: str) -> tuple[Any, Any]:
+    """What holds the module at ``path``, a module or a list, and its key there."""
+    *above, last = (int(part) if part.isdigit() else part for part in path.split("."))
+    for part in above:
+        model = model[part]
+    return model, last
+
+
+def load_dense(model: nn.Module, paths: Mapping[str, nn.Module], config: Mapping[str, Any], file: Path) -> None:
+    """Fill a model, whose switches at ``paths`` were taken out, from ``file``; floats are float32 on a CPU.
+
+    Raises ``BackendError`` naming tensors that are left without a value, or that the model does not have.
+    """
+    weights = mx.load(str(file))
+    blocks = [path.rpartition(".")[0] for path in paths]
+    if hasattr(model, "sanitize"):
+        weights = model.sanitize(weights if "quantization" in config else {**weights, **_stand_ins(paths, config)})
+    inside = tuple(block + part for block in blocks for part in ROUTED) + tuple(f"{path}." for path in paths)
+    weights = {name: value for name, value in weights.items() if not name.startswith(inside)}
+    if (quantization := config.get("quantization")) is not None:
+        _quantize(model, quantization, weights)
+    wanted = dict(tree_flatten(model.parameters()))
+    for what, names in (("no values for", wanted.keys() - weights.keys()), ("unknown", weights.keys() - wanted.keys())):
+        if names:
+            raise BackendError(f"{file}: {what} {', '.join(sorted(names)[:5])} in mlx-lm's {model.model_type}")
+    if odd := [name for name, value in weights.items() if value.shape != wanted[name].shape]:
+        raise BackendError(f"{file}: {odd[0]} is {weights[odd[0]].shape}, mlx-lm's is {wanted[odd[0]].shape}")
+    model.load_weights(list(weights.items()), strict=False)
+    if not on_gpu():
+        model.set_dtype(mx.float32)
+    model.eval()
+    mx.eval(model.parameters())
+
+
+def _stand_ins(paths: Mapping[str, nn.Module], config: Mapping[str, Any]) -> dict[str, mx.array]:
+    """Names under which a hub checkpoint would hold its experts, with next to nothing in them.
+
+    Several ``sanitize`` tell by those whether a checkpoint is a hub's, whose norms and convolutions they must convert.
+    """
+    found: dict[str, mx.array] = {}
+    for path, switch in paths.items():
+        block, fused = path.rpartition(".")[0], mx.zeros((1, 2, 1))
+        if config["model_type"] == "granitemoe":
+            found |= {f"{block}.input_linear.weight": fused, f"{block}.output_linear.weight": fused}
+            continue
+        names = (
+            ("w1", "w2", "w3")
+            if config["model_type"] in ("mixtral", "phimoe")
+            else ("gate_proj", "up_proj", "down_proj")
+        )
+        experts = (switch.gate_proj if isinstance(switch, SwitchGLU) else switch.fc1).num_experts
+        found |= {f"{block}.experts.{e}.{n}.weight": fused[0] for e in range(experts) for n in names}
+    return found
+
+
+def _quantize(model: nn.Module, quantization: Mapping[str, Any], weights: Mapping[str, mx.array]) -> None:
+    """Give every layer whose weights are quantised the module for it, as the checkpoint says."""
+
+    def form(path: str, module: nn.Module) -> Any:
+        if not hasattr(module, "to_quantized") or f"{path}.scales" not in weights:
+            return False
+        named = quantization.get(path)
+        return dict(named) if isinstance(named, Mapping) else infer_quant_config(path, module, weights)
+
+    nn.quantize(model, quantization["group_size"], quantization["bits"], class_predicate=form)
