@@ -1,4 +1,4 @@
-"""The head of an mlx model, which computes logits of the rows that are asked for only. Knows nothing else of a model."""
+"""The head of an mlx model, which computes logits of the rows that are asked for and of no others."""
 
 from __future__ import annotations
 

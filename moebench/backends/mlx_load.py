@@ -18,6 +18,7 @@ from mlx_lm.utils import _get_classes, infer_quant_config
 
 from moebench.backends.base import BackendError
 
+SCALES = ".weight_scale_inv"
 ROUTED = (".experts.", ".switch_mlp.", ".input_linear.", ".output_linear.")
 
 
@@ -30,11 +31,10 @@ def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration with the names of older transformers beside the newer ones, since mlx-lm reads those."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    found = {k: v for k, v in config.items() if k != "quantization_config"}  # packs hold the plain weights
-    kind = str(config.get("model_type")).removesuffix("_text")
-    if (known := next((k for k in (config.get("model_type"), kind) if k in CONFIG_MAPPING), None)) is not None:
-        for old, new in (CONFIG_MAPPING[known].attribute_map or {}).items():
-            for one, other in ((old, new), (new, old)):
+    found = dict(config)
+    if config.get("model_type") in CONFIG_MAPPING:
+        for names in (CONFIG_MAPPING[config["model_type"]].attribute_map or {}).items():
+            for one, other in (names, names[::-1]):
                 if one in config and other not in config:
                     found[other] = config[one]
     rope = config.get("rope_parameters")
@@ -42,6 +42,12 @@ def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
         found |= {k: v for k, v in rope.items() if k in ("rope_theta", "partial_rotary_factor") and k not in config}
         if rope["rope_type"] != "default":
             found.setdefault("rope_scaling", {**rope, "type": rope["rope_type"]})
+    found.setdefault("rope_scaling", None)
+    kinds = config.get("layer_types") or ()
+    if "linear_attention" in kinds and "full_attention" in kinds:
+        found["full_attention_interval"] = every = kinds.index("full_attention") + 1
+        if any((kind == "full_attention") != ((i + 1) % every == 0) for i, kind in enumerate(kinds)):
+            raise BackendError(f"mlx-lm wants full attention in every {every}th layer, this model's are {kinds}")
     if isinstance(config.get("text_config"), Mapping):
         found["text_config"] = plain_config(config["text_config"])
     return found
@@ -49,15 +55,18 @@ def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def empty_model(config: Mapping[str, Any]) -> nn.Module:
     """The model of a configuration; mlx makes its random weights only when they are used, so none take memory."""
+    kind = str(config.get("model_type"))
     try:
-        model_class, arguments = _get_classes(dict(config))
-        return model_class(arguments.from_dict(dict(config)))
+        try:
+            model_class, arguments = _get_classes(dict(config))
+        except ValueError:
+            model_class, arguments = _get_classes({**config, "model_type": kind.removesuffix("_text")})
     except ValueError as error:
-        raise BackendError(
-            f"mlx-lm has no model type {config.get('model_type')!r} ({error}); use backend=torch"
-        ) from None
-    except (TypeError, KeyError, AttributeError) as error:
-        raise BackendError(f"mlx-lm does not read this {config.get('model_type')!r} configuration: {error}") from None
+        raise BackendError(f"mlx-lm has no model type {kind!r}; use backend=torch") from error
+    try:
+        return model_class(arguments.from_dict(dict(config)))
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        raise BackendError(f"mlx-lm does not read this {kind!r} configuration: {error}; use backend=torch") from None
 
 
 def switches(model: nn.Module) -> dict[str, nn.Module]:
@@ -83,7 +92,7 @@ def load_dense(model: nn.Module, paths: Mapping[str, nn.Module], config: Mapping
 
     Raises ``BackendError`` naming tensors that are left without a value, or that the model does not have.
     """
-    weights = mx.load(str(file))
+    weights = _plain(mx.load(str(file)))
     blocks = [path.rpartition(".")[0] for path in paths]
     if hasattr(model, "sanitize"):
         weights = model.sanitize(weights if "quantization" in config else {**weights, **_stand_ins(paths, config)})
@@ -102,6 +111,18 @@ def load_dense(model: nn.Module, paths: Mapping[str, nn.Module], config: Mapping
         model.set_dtype(mx.float32)
     model.eval()
     mx.eval(model.parameters())
+
+
+def _plain(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """``weights`` without FP8: values in blocks with one scale each (``weight_scale_inv``) as bfloat16."""
+    found = {name: value for name, value in weights.items() if not name.endswith(SCALES)}
+    for name in weights.keys() - found.keys():
+        value, scale = weights[name.removesuffix("_scale_inv")], weights[name]
+        rows, columns = (-(-size // count) for size, count in zip(value.shape, scale.shape, strict=True))
+        scale = mx.repeat(mx.repeat(scale, rows, 0), columns, 1)[: value.shape[0], : value.shape[1]]
+        wide = mx.from_fp8(value, dtype=mx.float32) * scale
+        found[name.removesuffix("_scale_inv")] = wide.astype(mx.bfloat16)
+    return found
 
 
 def _stand_ins(paths: Mapping[str, nn.Module], config: Mapping[str, Any]) -> dict[str, mx.array]:

@@ -27,13 +27,10 @@ class Projections:
         self.places: dict[str, tuple[Any, str]] = {}
         self.sizes: dict[str, tuple[int, int]] = {}
         for path, module in model.named_modules():
-            if (
-                isinstance(module, nn.Linear | nn.QuantizedLinear)
-                and path not in routers
-                and not path.endswith("lm_head")
-            ):
-                if (outputs := module.weight.shape[0]) > 1:
-                    self.places[path], self.sizes[path] = owner(model, path), (width_of(module), outputs)
+            linear = isinstance(module, nn.Linear | nn.QuantizedLinear) and module.weight.shape[0] > 1
+            if linear and path not in routers and not path.endswith("lm_head"):
+                self.places[path] = owner(model, path)
+                self.sizes[path] = width_of(module), module.weight.shape[0]
 
     def install(self, adapters: Adapters) -> dict[str, nn.Module]:
         """Put all of ``adapters`` beside their projections; returns what stood there. Raises ``BackendError`` before

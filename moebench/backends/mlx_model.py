@@ -23,7 +23,7 @@ from moebench.backends.mlx_lora import Projections
 from moebench.backends.mlx_ops import MlxOps
 from moebench.backends.mlx_probe import kernels, require_row_invariance
 from moebench.backends.mlx_state import Memory, wrap
-from moebench.step import Step
+from moebench.step import ABSENT, PREFILL, Routing, Step
 from moebench.store.pack import file_hash
 
 NUMERICS = ("row_invariant", "fast")
@@ -64,10 +64,17 @@ class MlxBackend(Backend):
         self._asked = wrap_head(self.model)
         self._adapted: dict[str, nn.Module] = {}
         self.reset(1)
+        self._dry_run()
         if numerics == "row_invariant":
             require_row_invariance(self._kernels(), self._dtype)
         mx.clear_cache()
         mx.reset_peak_memory()
+
+    def _dry_run(self) -> None:
+        """One pass in which no expert runs, so that every attention knows which masks its model asks for."""
+        two = np.arange(2, dtype=np.int32)
+        self.forward(Step(0, PREFILL, 0 * two, two, two >= 0), np.zeros((1, 2), np.int64), _Nobody())
+        self.reset(1)
 
     def _take_out(self, found: Mapping[str, nn.Module], pack: Any) -> None:
         """Put streamed experts where the switches are."""
@@ -184,6 +191,14 @@ class MlxBackend(Backend):
         """Library, device and dtype of activations."""
         device = mx.default_device().type.name
         return (f"computed with mlx on {device}, activations in {str(self._dtype).rpartition('.')[2]}",)
+
+
+class _Nobody:
+    """A server that lets no expert run."""
+
+    def serve(self, layer: int, hidden: Any, native: Routing) -> tuple[Routing, Any]:
+        """No expert for any row."""
+        return Routing(np.full_like(native.experts, ABSENT), np.zeros_like(native.weights)), ()
 
 
 def _gate(activation: Any, interleaved: bool) -> Callable[[mx.array], mx.array]:

@@ -19,7 +19,7 @@ from moebench.backends.mlx_experts import DTYPES, Arithmetic, combine
 from moebench.backends.mlx_head import AsLinear
 from moebench.backends.mlx_load import owner
 from moebench.backends.mlx_lora import Adapted, width_of
-from moebench.backends.mlx_state import Memory, PerSequence, Wanted
+from moebench.backends.mlx_state import Memory, PerSequence
 from moebench.store.layout import TensorSpec
 
 ROWS = (2, 3, 4, 8, 16, 33)
@@ -30,7 +30,7 @@ Separate = Callable[[], None]
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel: ``together`` takes rows [n, width] at once, ``alone`` one by one; ``separate`` makes it do so always."""
+    """``together`` takes rows [n, width] at once, ``alone`` one by one; ``separate`` makes the kernel do so always."""
 
     name: str
     width: int
@@ -147,8 +147,8 @@ def _attentions(model: nn.Module, memory: Memory) -> Iterator[Kernel]:
         def run(x: mx.array, step: int, index: int = index, first: PerSequence = first) -> mx.array:
             own = memory.empty()[index]
             past = mx.random.normal((1, PAST, x.shape[-1]), key=mx.random.key(1)).astype(x.dtype)
-            first.rows(past, own, Wanted())
-            return mx.concatenate([first.rows(x[None, i : i + step], own, Wanted()) for i in range(0, len(x), step)], 1)
+            first.rows(past, own)
+            return mx.concatenate([first.rows(x[None, i : i + step], own) for i in range(0, len(x), step)], 1)
 
         def separate(members: Sequence[tuple[int, PerSequence]] = members) -> None:
             for _, module in members:
@@ -159,7 +159,8 @@ def _attentions(model: nn.Module, memory: Memory) -> Iterator[Kernel]:
 
 def _attention_name(module: PerSequence) -> str:
     adapted = sum(isinstance(child, Adapted) for child in module.inner.children().values())
-    return f"{type(module.inner).__name__} of width {module.width}" + f", {adapted} adapters" * bool(adapted)
+    window = f", window {module.wanted.window_size}" * bool(module.wanted.window_size)
+    return f"{type(module.inner).__name__} of width {module.width}{window}" + f", {adapted} adapters" * bool(adapted)
 
 
 def _experts(arithmetic: Sequence[Arithmetic], top_k: int) -> Iterator[Kernel]:

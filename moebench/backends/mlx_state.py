@@ -130,12 +130,14 @@ class PerSequence(nn.Module):
     def __init__(self, inner: nn.Module, memory: Memory, width: int) -> None:
         super().__init__()
         self.inner, self.memory, self.width, self.alone = inner, memory, width, False
+        self.wanted = Wanted()
 
     def __call__(self, x: mx.array, mask: Wanted, cache: Layer) -> mx.array:
         """x [B, W, H] -> [B, W, H]; rows that are padding are zero."""
         memory, width, parts = self.memory, x.shape[1], []
+        self.wanted = mask or Wanted()
         for b, (low, high) in enumerate(memory.spans):
-            own, wanted = memory.caches[b][cache.index], mask or Wanted()
+            own = memory.caches[b][cache.index]
             if low == high:
                 parts.append(mx.zeros((1, *x.shape[1:]), x.dtype))
                 continue
@@ -145,35 +147,35 @@ class PerSequence(nn.Module):
             elif memory.drafts and isinstance(own, ArraysCache):
                 y = self._traced(rows, own, memory.states.setdefault((b, cache.index), []))
             else:
-                y = self.rows(rows, own, wanted)
+                y = self.rows(rows, own)
             parts.append(y if high - low == width else mx.pad(y, ((0, 0), (low, width - high), (0, 0))))
         return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
-    def rows(self, x: mx.array, own: Any, wanted: Wanted) -> mx.array:
+    def rows(self, x: mx.array, own: Any) -> mx.array:
         """Rows [1, n, H] that follow each other, and what ``own`` remembers."""
         if self.alone and x.shape[1] > 1:
-            return mx.concatenate([self.rows(x[:, i : i + 1], own, wanted) for i in range(x.shape[1])], 1)
-        return self.inner(x, wanted.of(own, x.shape[1]), own)
+            return mx.concatenate([self.rows(x[:, i : i + 1], own) for i in range(x.shape[1])], 1)
+        return self.inner(x, self.wanted.of(own, x.shape[1]), own)
 
     def _traced(self, x: mx.array, own: ArraysCache, states: list[list[Any]]) -> mx.array:
         """Row by row; ``states`` gets the state before the first and after each."""
         out = []
         states.append(list(own.cache))
         for i in range(x.shape[1]):
-            out.append(self.inner(x[:, i : i + 1], None, own))
+            out.append(self.rows(x[:, i : i + 1], own))
             states.append(list(own.cache))
         return mx.concatenate(out, 1)
 
     def _tree(self, x: mx.array, own: KVCache, draft: Draft) -> mx.array:
         """The last accepted token, then every node after its own path; ``own`` holds all of them in the end."""
-        out = [self.inner(x[:, :1], None, own)]
+        out = [self.rows(x[:, :1], own)]
         before = own.keys_and_values()
         nodes: list[list[mx.array]] = []
         for i, path in enumerate(draft.ancestors()):
             fork = KVCache()
             columns = [before, *(nodes[j] for j in np.flatnonzero(path[:i]))]
             hold(fork, [mx.concatenate(parts, 2) for parts in zip(*columns, strict=True)])
-            out.append(self.inner(x[:, i + 1 : i + 2], None, fork))
+            out.append(self.rows(x[:, i + 1 : i + 2], fork))
             nodes.append([part[..., -1:, :] for part in fork.keys_and_values()])
         hold(own, [mx.concatenate(parts, 2) for parts in zip(before, *nodes, strict=True)])
         return mx.concatenate(out, 1)
