@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from moebench.checkpoint.files import Checkpoint
 from moebench.checkpoint.hub import model_name
+from moebench.checkpoint.mlx_stacks import stacks
 from moebench.store.layout import ExpertSource
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def open_source(folder: str | Path, *, dense: Dense = "transformers") -> ExpertS
     own). Raises ``StoreError`` or ``BackendError`` of one line for a folder that cannot be packed.
     """
     checkpoint = Checkpoint(folder)
-    if is_mlx(checkpoint.config):
+    if is_mlx(checkpoint.config) or stacks(checkpoint.tensors):
         from moebench.checkpoint.mlx_source import MlxSource
 
         return MlxSource(checkpoint, model_name(checkpoint.folder), dense)

@@ -6,7 +6,6 @@ checkpoint tensors and transformers' parameters; knows no quantisation of packs 
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -19,13 +18,13 @@ import torch
 from moebench.backends.torch_experts import expert_modules, expert_parameters
 from moebench.backends.torch_source import empty_model, float_type, folder_hash
 from moebench.checkpoint.decode import Decoded
-from moebench.checkpoint.files import DTYPES, Checkpoint
+from moebench.checkpoint.dense import in_pieces, write_own, write_tensors
+from moebench.checkpoint.files import Checkpoint
 from moebench.checkpoint.names import Names, resolve
 from moebench.store.engines import StoreError
 from moebench.store.layout import LogicalTensor
 
 Dense = Literal["transformers", "checkpoint"]
-PIECE = 64 << 20  # bytes of a dense tensor that are in memory at once
 BITS = {"BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool}
 FILE_NAMES = {
     torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64", torch.int64: "I64",
@@ -42,14 +41,15 @@ class CheckpointSource:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, name: str, dense: Dense = "transformers", dtype: str = "bfloat16"
+        self,
+        checkpoint: Checkpoint,
+        name: str,
+        dense: Dense = "transformers",
+        dtype: str = "bfloat16",
+        decoded: Any = None,
     ) -> None:
-        self.checkpoint, self.decoded, self._dense, self._dtype = (
-            checkpoint,
-            Decoded(checkpoint),
-            dense,
-            float_type(dtype),
-        )
+        self.checkpoint, self._dense, self._dtype = checkpoint, dense, float_type(dtype)
+        self.decoded = decoded or Decoded(checkpoint)  # another view of the folder has the same two members
         self._empty = empty_model(checkpoint.config, dtype)
         self._modules = expert_modules(self._empty)
         shapes = {name: seen.shape for name, seen in self.decoded.tensors.items()}
@@ -91,13 +91,7 @@ class CheckpointSource:
     def _write_own(self, path: Path) -> int:
         routed = {part for r in self.names.experts.values() for n in r.names for part in self.decoded.tensors[n].parts}
         left = {part for n in self.names.left_out for part in self.decoded.tensors[n].parts}
-        kept = {n: s for n, s in self.checkpoint.tensors.items() if n not in routed and n not in left}
-        kept = dict(
-            sorted(kept.items(), key=lambda item: -DTYPES[item[1].dtype].itemsize)
-        )  # so that offsets are aligned
-        entries = {name: (stored.dtype, stored.shape, stored.nbytes) for name, stored in kept.items()}
-        pieces = (piece for name in kept for piece in self._pieces(name, self.checkpoint.read, kept[name].shape))
-        return _write(path, entries, pieces)
+        return write_own(path, self.checkpoint, [n for n in self.checkpoint.tensors if n not in routed | left])
 
     def _write_parameters(self, path: Path) -> int:
         wanted = self._empty.state_dict()
@@ -112,14 +106,14 @@ class CheckpointSource:
                 recipe, target = made[name], wanted[group[0]]
                 if recipe.converter is None:
                     shape = self.decoded.tensors[recipe.names[0]].shape
-                    for piece in self._pieces(recipe.names[0], self.decoded.read, shape):
+                    for piece in in_pieces(recipe.names[0], self.decoded.read, shape):
                         yield _bytes(self._tensor(recipe.names[0], piece).to(target.dtype))
                     continue
                 if name not in converted:
                     converted = recipe.make(self._empty, self._read)
                 yield _bytes(self._shaped(name, converted.pop(name), target).to(target.dtype))
 
-        return _write(path, entries, pieces())
+        return write_tensors(path, entries, pieces())
 
     def _check_dense(self) -> None:
         """Every dense parameter has a value of its shape; tied ones that the checkpoint holds twice are equal."""
@@ -137,7 +131,7 @@ class CheckpointSource:
             first, *others = [n for n in group if n in made]
             for other in others:
                 one, two = made[first].names[0], made[other].names[0]
-                pair = (self._pieces(n, self.decoded.read, self.decoded.tensors[n].shape) for n in (one, two))
+                pair = (in_pieces(n, self.decoded.read, self.decoded.tensors[n].shape) for n in (one, two))
                 if not all(np.array_equal(a, b) for a, b in zip(*pair, strict=True)):
                     raise StoreError(
                         f"{where}: config.json ties {one} to {two}, but they differ; set tie_word_embeddings to false"
@@ -150,16 +144,6 @@ class CheckpointSource:
                 f"{list(wanted.shape)}"
             )
         return value
-
-    def _pieces(self, name: str, read: Any, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
-        """A tensor in blocks of rows of at most ``PIECE`` bytes each, or single rows."""
-        if not shape or not shape[0]:
-            yield read(name)
-            return
-        row = max(1, int(np.prod(shape[1:], dtype=np.int64)) * 4)
-        step = max(1, PIECE // row)
-        for start in range(0, shape[0], step):
-            yield read(name, start, min(shape[0], start + step))
 
     def _read(self, name: str, start: int, stop: int | None) -> torch.Tensor:
         return self._tensor(name, self.decoded.read(name, start, stop))
@@ -182,24 +166,6 @@ def _tied(model: Any) -> list[list[str]]:
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-
-
-def _write(path: Path, entries: dict[str, tuple[str, tuple[int, ...], int]], pieces: Iterator[np.ndarray]) -> int:
-    """Write a safetensors file of ``entries`` (dtype, shape, bytes), header first, then the pieces as they come."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, (dtype, shape, nbytes) in entries.items():
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + nbytes]}
-        end += nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for piece in pieces:
-            file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
-    if (size := path.stat().st_size) != 8 + len(text) + end:
-        raise StoreError(f"{path}: wrote {size} bytes of dense weights instead of {8 + len(text) + end}")
-    return size
 
 
 def _note(folder: Path, names: tuple[str, ...]) -> None:

@@ -1,0 +1,74 @@
+"""A model folder that MLX wrote as an ``ExpertSource``: experts as they are stored, dense weights by either name.
+
+Nothing is requantised. For packs in ``mlx`` bytes the dense weights are the folder's own, byte for byte; for torch they
+are those of a bf16 model: quantised ones are dequantised in fp32 and rounded once. Knows stacks and names through their
+modules.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moebench.checkpoint.files import Checkpoint
+from moebench.checkpoint.mlx_stacks import Stacks
+from moebench.store.layout import LogicalTensor
+from moebench.store.quant import dequantize
+
+QUANTISATION = ("quantization", "quantization_config")  # of config.json, which mlx-lm writes twice
+
+
+class MlxSource:
+    """Experts and dense weights of one MLX folder; ``stored`` is how experts are quantised, None if they are not."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str, dense: str) -> None:
+        self.checkpoint, self._stacks = checkpoint, Stacks(checkpoint)
+        self.layers, self.experts, self.stored = self._stacks.layers, self._stacks.experts, self._stacks.stored
+        self._dense = self._transformers(name) if dense == "transformers" else None
+        if self._dense is not None:
+            self.model: Mapping[str, Any] = self._dense.model
+        else:
+            from moebench.backends.torch_source import folder_hash
+
+            digest = folder_hash(checkpoint.folder)
+            self.model = {"name": name, "config": checkpoint.config, "weights_hash": digest, "dtype": "bfloat16"}
+        if widened := self._stacks.widened:
+            print(
+                f"moebench: {checkpoint.folder}: {', '.join(widened)} has other bits in other layers; all are kept "
+                f"in the most of them, with the same weights",
+                file=sys.stderr,
+            )
+
+    def expert(self, layer: int, expert: int) -> dict[str, np.ndarray | LogicalTensor]:
+        """Canonical tensors of one expert: as stored where the folder is quantised, else fp32."""
+        found = self._stacks.expert(layer, expert)
+        return {name: dequantize(tensor) if self.stored is None else tensor for name, tensor in found.items()}
+
+    def write_dense(self, path: Path) -> int:
+        """Write all but the routed experts; returns the file's bytes."""
+        if self._dense is not None:
+            return self._dense.write_dense(path)
+        from moebench.checkpoint.dense import write_own
+
+        return write_own(path, self.checkpoint, [n for n in self.checkpoint.tensors if n not in self._stacks.names])
+
+    def _transformers(self, name: str) -> Any:
+        """The folder as a hub's one, for its dense weights."""
+        from moebench.backends.torch_experts import expert_modules, expert_parameters
+        from moebench.backends.torch_source import empty_model
+        from moebench.checkpoint.mlx_names import HubView
+        from moebench.checkpoint.source import CheckpointSource
+
+        plain = copy.copy(self.checkpoint)
+        plain.config = {k: v for k, v in plain.config.items() if k not in QUANTISATION}
+        view = HubView(self.checkpoint, self._stacks.names)
+        modules = expert_modules(empty_model(plain.config, "bfloat16"))
+        view.add_experts(
+            {f"{m}.{n}": tuple(p.shape) for m, module in modules.items() for n, p in expert_parameters(module).items()}
+        )
+        return CheckpointSource(plain, name, "transformers", decoded=view)
