@@ -108,9 +108,9 @@ def test_belady_is_a_bound_for_any_nets(kind, seed):
 
 
 def hand(*demands) -> Events:
-    keys = [np.array(d) for d in demands]
-    n = len(keys)
-    return Events(keys, [0] * n, list(range(n)), [True] * n, [0] * n, layers=1, experts=9, top_k=1)
+    flat, cuts = np.array(demands, np.int32).ravel(), np.arange(len(demands) + 1)
+    zeros, decode = np.zeros(len(demands), np.int64), np.ones(len(demands), bool)
+    return Events(flat, cuts, zeros, cuts[:-1], decode, zeros, layers=1, experts=9, top_k=1)
 
 
 def test_agreement_counts_ties():

@@ -1,19 +1,21 @@
 """Cache policies as array kernels over flat keys: who leaves when room is needed.
 
 A policy sees events (the distinct experts one layer demands at once) and ranks candidates. It knows no bytes, no slots'
-contents and no time but its own count of events; the loop and the cache replay drive the same objects. No two keys
-share a rank (its low digits are the key itself): the order of candidates and how a machine sorts never reach a victim.
+contents and no time but its own count of events; the loop and the cache replay run the same laws over the same arrays
+(``moebench.residency.kernels``). No two keys share a rank (its low digits are the key itself): the order of candidates
+and how a machine sorts never reach a victim.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
-PROTECTED = 1 << 62
+from moebench.residency import kernels
+from moebench.residency.kernels import PROTECTED
+
 FEW = 16
 LAST = np.iinfo(np.int64).max
 NEVER = 1 << 40  # later than any event
@@ -33,6 +35,7 @@ class Policy:
 
     OPTIONS: ClassVar[dict[str, Any]] = {}
     bypass = False
+    code: ClassVar[int]  # of the law that the compiled replay runs, for those in POLICIES
 
     def __init__(self, keys: int, slots: int, layers: int, *, seed: int, pools: int) -> None:
         if not (keys >= 1 and slots >= 1 and layers >= 1 and keys % layers == 0 and pools in (1, layers)):
@@ -44,6 +47,8 @@ class Policy:
         """Forget everything seen."""
         self.events = 0
         self.rank = np.arange(self.keys, dtype=np.int64)
+        self.whole = np.empty(0, np.int64)
+        self.real = np.empty(0)
 
     def begin_request(self) -> None:
         """Another request begins: what a policy counts within requests starts anew; what is resident stays."""
@@ -82,48 +87,41 @@ class Policy:
 class Lru(Policy):
     """Least recently used; the keys of one event are equally recent."""
 
+    code = kernels.LRU
+
     def _access(self, keys, hits):
-        self.rank[keys] = keys + self.events * self.keys
+        kernels.lru(keys, hits, self.events, self.rank, self.whole, self.real)
 
 
 class Lfu(Policy):
     """Least frequently used, counted over the whole run whether resident or not."""
 
+    code = kernels.LFU
+
     def _access(self, keys, hits):
-        self.rank[keys] += self.keys
+        kernels.lfu(keys, hits, self.events, self.rank, self.whole, self.real)
 
 
 class DecayedLfu(Policy):
     """Frequency that halves every ``half_life`` steps; a step is one event of each layer: in decoding, one token."""
 
     OPTIONS: ClassVar[dict[str, Any]] = {"half_life": 16.0}
+    code = kernels.DECAYED_LFU
 
     def __init__(self, keys, slots, layers, *, seed, pools, half_life):
         if not half_life > 0:
             raise PolicyError(f"decayed_lfu: half_life must be above 0 steps, got {half_life}")
         # 40 bits, so that the last digit of a machine's power function cannot reach a victim
         self.growth = round(2.0 ** (1.0 / (half_life * layers)) * 2**40) / 2**40
-        self.low = (1 << keys.bit_length()) - 1
         super().__init__(keys, slots, layers, seed=seed, pools=pools)
 
     def reset(self):
         super().reset()
-        self.weight = 1.0
-        self.score = np.zeros(self.keys)
+        self.whole = np.array([~((1 << self.keys.bit_length()) - 1)])
+        self.real = np.concatenate([[1.0, self.growth], np.zeros(self.keys)])
 
     def _access(self, keys, hits):
-        # Old scores stay as they are and a new access weighs more: the order is that of decayed scores.
-        self.weight *= self.growth
-        if self.weight > 2.0**512:
-            self.weight *= 2.0**-512
-            self.score *= 2.0**-512
-            self.rank = self._packed(self.score, np.arange(self.keys))
-        self.score[keys] = fresh = self.score[keys] + self.weight
-        self.rank[keys] = self._packed(fresh, keys)
-
-    def _packed(self, score: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """Non-negative floats order as their bits do; the key takes the place of the lowest bits."""
-        return score.view(np.int64) & ~self.low | keys
+        kernels.decayed_lfu(keys, hits, self.events, self.rank, self.whole, self.real)
 
 
 class Slru(Policy):
@@ -133,6 +131,7 @@ class Slru(Policy):
     """
 
     OPTIONS: ClassVar[dict[str, Any]] = {"protected": 0.8}
+    code = kernels.SLRU
 
     def __init__(self, keys, slots, layers, *, seed, pools, protected):
         if not 0 < protected < 1:
@@ -142,86 +141,85 @@ class Slru(Policy):
 
     def reset(self):
         super().reset()
-        self.segments: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(self.pools)]
+        size = 2 * (self.limit + self.keys // self.layers)  # room for many events before stale entries are cleared
+        head = np.concatenate([[self.pools, self.limit, size], np.full(self.keys, -1)])
+        self.whole = np.concatenate([head, np.zeros(self.pools * (3 + size), np.int64)])
 
     def _access(self, keys, hits):
-        fresh = keys + self.events * self.keys
-        segment = self.segments[int(keys[0]) * self.pools // self.keys]
-        promoted = np.asarray(hits, dtype=bool)
-        self.rank[keys] = np.where(promoted, fresh + PROTECTED, fresh)
-        for key, hit in zip(keys.tolist(), promoted.tolist(), strict=True):
-            segment.pop(key, None)
-            if hit:
-                segment[key] = None
-        while len(segment) > self.limit:
-            key, _ = segment.popitem(last=False)
-            self.rank[key] = key + self.events * self.keys
+        kernels.slru(keys, np.asarray(hits, dtype=bool), self.events, self.rank, self.whole, self.real)
 
     def check_integrity(self):
         super().check_integrity()
-        protected = sorted(key for segment in self.segments for key in segment)
-        if any(len(s) > self.limit for s in self.segments):
+        protected = self.whole[3 : 3 + self.keys] >= 0
+        if (protected.reshape(self.pools, -1).sum(axis=1) > self.limit).any():
             raise PolicyError(f"slru: a protected segment exceeds {self.limit} keys")
-        if protected != np.flatnonzero(self.rank >= PROTECTED).tolist():
+        if (protected != (self.rank >= PROTECTED)).any():
             raise PolicyError("slru: ranks and segments disagree")
 
 
 class Random(Policy):
     """Any candidate is as likely as any other, drawn anew at each event from the seed."""
 
+    code = kernels.RANDOM
+
     def reset(self):
         super().reset()
         self.draws = np.random.PCG64(self.seed)
         self.salt = np.uint64(0)
 
+    def salts(self, events: int) -> np.ndarray:
+        """What the ranks of the next events are drawn from, uint64 [events]."""
+        return self.draws.random_raw(events)
+
     def _access(self, keys, hits):
-        self.salt = np.uint64(self.draws.random_raw())
+        self.salt = self.salts(1)[0]
 
     def _ranks(self, candidates):
-        # A bijection on 64 bits: no two keys tie.
-        x = (candidates.astype(np.uint64) ^ self.salt) * np.uint64(0x9E3779B97F4A7C15)
-        x ^= x >> np.uint64(32)
-        x *= np.uint64(0xD6E8FEB86659FD93)
-        x ^= x >> np.uint64(32)
-        return x.view(np.int64)
+        return kernels.scattered(candidates, self.salt)
 
 
 class Belady(Policy):
-    """Farthest next use leaves first; needs ``future``, the keys of each event to come, in order. Every key is kept."""
+    """Farthest next use leaves first; needs ``future``, the keys of each event to come, in order. Every key is kept.
+
+    ``future`` is a sequence of arrays, or the pair of all keys in one array and of where events begin and end in it.
+    """
 
     OPTIONS: ClassVar[dict[str, Any]] = {"future": None}
+    code = kernels.BELADY
 
     def __init__(self, keys, slots, layers, *, seed, pools, future):
         if future is None:
             raise PolicyError("belady needs the future: future=<a sequence of arrays, the distinct keys of each event>")
-        future = [event for event in future if len(event)]
-        flat = np.concatenate([np.empty(0, np.int64), *future]).astype(np.int64)
+        if isinstance(future, tuple):
+            flat, lengths = future[0], np.diff(future[1])
+        else:
+            future = [event for event in future if len(event)]
+            flat = np.concatenate([np.empty(0, np.int64), *future]).astype(np.int64)
+            lengths = np.array([len(event) for event in future], np.int64)
         if len(flat) and not 0 <= flat.min() <= flat.max() < keys:
             raise PolicyError(f"belady: the future holds keys outside 0..{keys - 1}")
-        # Per key its events in ascending order, closed by NEVER.
-        event = np.repeat(np.arange(1, len(future) + 1), [len(e) for e in future])
-        order = np.argsort(flat, kind="stable")
+        # Per key its events in ascending order, closed by NEVER. Short integers are sorted by their digits.
+        order = np.argsort(flat.astype(np.uint16) if keys <= 1 << 16 else flat, kind="stable")
         counts = np.bincount(flat, minlength=keys)
         ends = np.cumsum(counts)
-        self.uses = np.insert(event[order], ends, NEVER)
-        self.first = ends - counts + np.arange(keys)
+        event = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+        uses = np.insert(event[order], ends, NEVER)
+        self.schedule = np.concatenate([keys + ends - counts + np.arange(keys), uses])
         super().__init__(keys, slots, layers, seed=seed, pools=pools)
 
     def reset(self):
         super().reset()
-        self.next = self.first.copy()
-        self.rank -= self.uses[self.next] * self.keys
+        self.whole = self.schedule.copy()
+        self.rank -= self.whole[self.whole[: self.keys]] * self.keys
 
     def _access(self, keys, hits):
-        at = self.next[keys]
-        if (self.uses[at] != self.events).any():
+        if (self.next_use(keys) != self.events).any():
             raise PolicyError(f"{type(self).__name__.lower()}: event {self.events} is not the one its future foretold")
-        self.next[keys] = at = at + 1
-        self.rank[keys] = keys - self.uses[at] * self.keys
+        kernels.belady(keys, hits, self.events, self.rank, self.whole, self.real)
 
     def next_use(self, keys: np.ndarray) -> np.ndarray:
         """The event, counted from 1, that will next use each key; ``NEVER`` if none will."""
-        return self.uses[self.next[keys]]
+        return self.whole[self.whole[keys]]
 
 
 class BeladyBypass(Belady):

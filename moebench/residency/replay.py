@@ -1,25 +1,25 @@
 """Cache replay: hits, misses and victims of a policy over a trace, without any clock.
 
 One event is what one layer demands in one step, as in the decode loop: a decode row alone, or a chunk of prefill rows
-of one sequence. Keys of the event in progress are never victims. Runs the very policy objects that the loop runs. Knows
-keys and slots; knows no bytes and no time.
+of one sequence. Keys of the event in progress are never victims. A named policy runs its law compiled, one of somebody
+else's runs as the loop would run it; the two give the same victims. Knows keys and slots; knows no bytes and no time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from moebench.residency.policies import CAUSAL, POLICIES, Policy, PolicyError, make_policy
+from moebench.residency import kernels
+from moebench.residency.kernels import REFETCH_STEPS
+from moebench.residency.policies import CAUSAL, POLICIES, Policy, PolicyError, Random, make_policy
 from moebench.residency.tier import SCOPES
-from moebench.step import ABSENT, DECODE
+from moebench.step import DECODE
 from moebench.trace.format import Trace
-
-REFETCH_STEPS = 5
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,19 +29,25 @@ class Events:
     ``request[i]`` says of which sequence, counted from 0.
     """
 
-    keys: list[np.ndarray]  # int64 flat keys
-    layer: list[int]
-    step: list[int]
-    decode: list[bool]
-    request: list[int]
+    flat: np.ndarray  # int32, the keys of one event after another
+    cuts: np.ndarray  # int64 [events + 1], where each event begins and ends in it
+    layer: np.ndarray  # int64
+    step: np.ndarray  # int64
+    decode: np.ndarray  # bool
+    request: np.ndarray  # int64
     layers: int
     experts: int
     top_k: int
 
+    @cached_property
+    def keys(self) -> list[np.ndarray]:
+        """The flat keys (int64) of each event."""
+        return np.split(self.flat.astype(np.int64), self.cuts[1:-1]) if len(self.layer) else []
+
     @property
     def largest(self) -> int:
         """Most keys that one event asks for."""
-        return max(map(len, self.keys), default=0)
+        return int(np.diff(self.cuts).max(initial=0))
 
 
 def events(trace: Trace, chunk: int = 128) -> Events:
@@ -53,25 +59,20 @@ def events(trace: Trace, chunk: int = 128) -> Events:
     run = np.ones(trace.tokens, bool)  # where a new sequence or phase starts
     run[1:] = (trace.sequence[1:] != trace.sequence[:-1]) | (decode[1:] != decode[:-1])
     since = rows - np.maximum.accumulate(np.where(run, rows, 0)) if trace.tokens else rows
-    step = np.cumsum(decode | (since % chunk == 0)) - 1
-    groups = step[:, None, None] * trace.layers + np.arange(trace.layers)[None, :, None]
-    demand = groups * trace.expert_count + trace.experts
-    demand = np.unique(demand[trace.experts != ABSENT])
-    group = demand // trace.expert_count
-    cuts = np.flatnonzero(np.diff(group)) + 1
-    keys = demand % (trace.layers * trace.expert_count)
-    heads = group[np.concatenate([[0], cuts])] if len(group) else group
-    steps = heads // trace.layers
-    decodes = np.zeros(int(step[-1]) + 1 if trace.tokens else 0, bool)
-    decodes[step] = decode
-    requests = np.zeros(len(decodes), np.int64)
-    requests[step] = np.searchsorted(trace.sequence_starts, rows, side="right") - 1
+    starts = np.flatnonzero(decode | (since % chunk == 0))
+    most = len(starts) * trace.layers
+    flat, cuts = np.empty(trace.experts.size, np.int32), np.zeros(most + 1, np.int64)
+    layer, step = np.empty(most, np.int64), np.empty(most, np.int64)
+    ids, bounds = np.ascontiguousarray(trace.experts), np.append(starts, trace.tokens)
+    count = kernels.compiled()["gather"](ids, bounds, trace.expert_count, flat, cuts, layer, step)
+    first = starts[step[:count]]
     return Events(
-        keys=np.split(keys, cuts) if len(keys) else [],
-        layer=(heads % trace.layers).tolist(),
-        step=steps.tolist(),
-        decode=decodes[steps].tolist(),
-        request=requests[steps].tolist(),
+        flat=flat[: cuts[count]],
+        cuts=cuts[: count + 1],
+        layer=layer[:count],
+        step=step[:count],
+        decode=decode[first],
+        request=np.searchsorted(trace.sequence_starts, first, side="right") - 1,
         layers=trace.layers,
         experts=trace.expert_count,
         top_k=trace.top_k,
@@ -127,55 +128,73 @@ def replay(
         raise ValueError(
             f"{slots} slots, {scope}: the smallest legal number is {todo.top_k * pools} (one token's demand)"
         )
-    total = todo.layers * todo.experts
-    if policy in POLICIES and "future" in POLICIES[policy].OPTIONS:
-        options = {"future": todo.keys, **options}
-    make = partial(make_policy, policy) if isinstance(policy, str) else policy
-    chosen = make(total, room * pools, todo.layers, seed=seed, pools=pools, **options)
-    cache = _Cache(total, room, pools)
-    log: list[list[int]] = []
-    requests = hits = evictions = refetches = decode_requests = decode_hits = 0
-    left = np.full(total, -REFETCH_STEPS - 1, np.int64)  # step in which a key last left, or was not kept
-    served = 0
-    for keys, layer, step, decode, request in zip(
-        todo.keys, todo.layer, todo.step, todo.decode, todo.request, strict=True
-    ):
-        if request != served:
-            chosen.begin_request()
-            served = request
-        ready = cache.resident[keys]
-        found = int(ready.sum())
-        chosen.access(keys, ready)
-        gone: list[int] = []
-        if found < len(keys):
-            missing = keys[~ready]
-            refetches += int((step - left[missing] <= REFETCH_STEPS).sum())
-            pool = layer if pools > 1 else 0
-            gone = (
-                cache.bypass(chosen, pool, keys, missing) if chosen.bypass else cache.admit(chosen, pool, keys, ready)
-            )
-            left[gone] = step
-        requests += len(keys)
-        hits += found
-        evictions += len(gone)
-        if decode:
-            decode_requests += len(keys)
-            decode_hits += found
-        if victims:
-            log.append(gone)
+    sizes = (todo.layers * todo.experts, room * pools, todo.layers)
+    if isinstance(policy, str):
+        if policy in POLICIES and "future" in POLICIES[policy].OPTIONS:
+            options["future"] = (todo.flat, todo.cuts)
+        chosen = make_policy(policy, *sizes, seed=seed, pools=pools, **options)
+    else:
+        chosen = policy(*sizes, seed=seed, pools=pools, **options)
+    run = _compiled if isinstance(policy, str) else _interpreted
+    counted, log, gone = run(todo, chosen, room, pools, victims)
+    requests = int(todo.cuts[-1])
     return CacheResult(
         policy=policy if isinstance(policy, str) else type(chosen).__name__.lower(),
         scope=scope,
         slots=room * pools,
         requests=requests,
-        hits=hits,
-        misses=requests - hits,
-        evictions=evictions,
-        refetches=refetches,
-        decode_requests=decode_requests,
-        decode_hits=decode_hits,
-        victims=log if victims else None,
+        hits=int(counted[kernels.HITS]),
+        misses=requests - int(counted[kernels.HITS]),
+        evictions=int(counted[kernels.EVICTIONS]),
+        refetches=int(counted[kernels.REFETCHES]),
+        decode_requests=int(counted[kernels.DECODE_REQUESTS]),
+        decode_hits=int(counted[kernels.DECODE_HITS]),
+        victims=[part.tolist() for part in np.split(log, np.cumsum(gone))[: len(gone)]] if victims else None,
     )
+
+
+def _compiled(todo: Events, policy: Policy, room: int, pools: int, victims: bool):
+    """Counts as ``kernels.drive`` has them, victims in order (empty unless wanted) and how many each event had."""
+    log = np.empty(len(todo.flat) if victims else 0, np.int64)
+    gone = np.zeros(len(todo.layer), np.int64)
+    salts = policy.salts(len(gone)) if isinstance(policy, Random) else np.empty(0, np.uint64)
+    counted = kernels.compiled()["drive"](
+        policy.code, policy.bypass, todo.flat, todo.cuts, todo.step, todo.decode, salts, room, pools,
+        policy.rank, policy.whole, policy.real, log, gone,
+    )  # fmt: skip
+    return counted, log[: counted[kernels.LOGGED]], gone
+
+
+def _interpreted(todo: Events, policy: Policy, room: int, pools: int, victims: bool):
+    """The same as ``_compiled`` by calls of the policy, as the loop makes them."""
+    total = todo.layers * todo.experts
+    cache = _Cache(total, room, pools)
+    log: list[int] = []
+    gone = np.zeros(len(todo.layer), np.int64)
+    counted = np.zeros(kernels.LOGGED + 1, np.int64)
+    left = np.full(total, -REFETCH_STEPS - 1, np.int64)  # step in which a key last left, or was not kept
+    served = 0
+    for at, keys in enumerate(todo.keys):
+        if todo.request[at] != served:
+            policy.begin_request()
+            served = todo.request[at]
+        ready = cache.resident[keys]
+        found = int(ready.sum())
+        policy.access(keys, ready)
+        if found < len(keys):
+            missing = keys[~ready]
+            counted[kernels.REFETCHES] += (todo.step[at] - left[missing] <= REFETCH_STEPS).sum()
+            pool = int(todo.layer[at]) if pools > 1 else 0
+            out = cache.bypass(policy, pool, keys, missing) if policy.bypass else cache.admit(policy, pool, keys, ready)
+            left[out] = todo.step[at]
+            gone[at] = len(out)
+            log += out
+        counted[kernels.HITS] += found
+        if todo.decode[at]:
+            counted[kernels.DECODE_REQUESTS] += len(keys)
+            counted[kernels.DECODE_HITS] += found
+    counted[kernels.EVICTIONS] = len(log)
+    return counted, np.array(log, np.int64), gone
 
 
 class _Cache:
