@@ -6,18 +6,30 @@ flat key is ``layer * experts + expert``. Knows no weights and no devices.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from moebench.arithmetic import Number, whole
 from moebench.errors import UsageError
 from moebench.units import align_up
+from moebench.yamlfile import read_yaml
 
 EMBEDDED = "tinymoe"
 QUANT_BITS = {"none": 16.0, "int8": 8.0, "int4": 4.0}
+SECTIONS = ("parts", "config", "published", "context_flops")  # of a geometry's file, beside the fields
+FORMULAS = ("kv_bytes_per_token", "fixed_state_bytes")  # fields that a file may give as a formula
+COUNTS = (
+    "other_parameters",
+    "shared_experts",
+    "shared_intermediate",
+    "dense_layers",
+    "dense_intermediate",
+    "vocabulary",
+)
+KINDS = {"int": (int, "a whole number"), "str": (str, "text"), "bool": (bool, "true or false")}
 
 
 class GeometryError(UsageError):
@@ -57,9 +69,12 @@ class Geometry:
     sources: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("layers", "experts", "top_k", "hidden", "intermediate"):
+        for name in ("layers", "experts", "top_k", "hidden", "intermediate", "group"):
             if getattr(self, name) < 1:
                 raise GeometryError(f"geometry {self.name}: {name} must be at least 1, got {getattr(self, name)}")
+        for name in (*COUNTS, *FORMULAS):
+            if getattr(self, name) < 0:
+                raise GeometryError(f"geometry {self.name}: {name} must be at least 0, got {getattr(self, name)}")
         if self.top_k > self.experts:
             raise GeometryError(f"geometry {self.name}: top_k {self.top_k} exceeds experts {self.experts}")
         if self.matrices not in (1, 3):
@@ -99,10 +114,19 @@ class Geometry:
         return self.layers * self.experts * self.expert_bytes
 
     @property
+    def shared_parameters(self) -> int:
+        """Parameters of all shared experts, three matrices each."""
+        return self.layers * 3 * self.hidden * self.shared_intermediate * self.shared_experts
+
+    @property
+    def dense_block_parameters(self) -> int:
+        """Parameters of the blocks that stand in the place of experts in the first layers."""
+        return self.dense_layers * 3 * self.hidden * self.dense_intermediate
+
+    @property
     def dense_parameters(self) -> int:
         """Always-resident parameters: everything but the routed experts."""
-        shared = self.layers * 3 * self.hidden * self.shared_intermediate * self.shared_experts
-        return self.other_parameters + shared + self.dense_layers * 3 * self.hidden * self.dense_intermediate
+        return self.other_parameters + self.shared_parameters + self.dense_block_parameters
 
     @property
     def dense_bytes(self) -> int:
@@ -118,9 +142,20 @@ class Geometry:
         """The flat key of one expert."""
         return layer * self.experts + expert
 
-    def dense_flops_per_token(self) -> float:
-        """Multiply-adds counted twice, over all always-resident parameters."""
-        return 2.0 * self.dense_parameters
+    @property
+    def parameters(self) -> int:
+        """All parameters of the model."""
+        return self.keys * self.expert_parameters + self.dense_parameters
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that a token meets: all always-resident ones, embeddings too, and its own routed experts."""
+        return self.dense_parameters + self.layers * self.top_k * self.expert_parameters
+
+    @property
+    def dense_flops_per_token(self) -> int:
+        """Multiply-adds counted twice, over all always-resident parameters but an input embedding that is looked up."""
+        return 2 * (self.dense_parameters - (0 if self.tied else self.vocabulary * self.hidden))
 
     def expert_flops_per_row(self) -> float:
         """FLOPs of one routed expert for one token row: 2 * 3 * hidden * intermediate."""
@@ -135,19 +170,61 @@ def embedded_folder() -> Path:
 def load(path: str | Path) -> Geometry:
     """Read a geometry from a YAML file; unknown and missing keys are errors that list the valid ones."""
     try:
-        return from_dict(yaml.safe_load(Path(path).read_text()), where=str(path))
-    except (OSError, yaml.YAMLError) as error:
-        raise GeometryError(f"{path}: {' '.join(str(error).split())}") from None
+        data = read_yaml(path)
+    except ValueError as error:
+        raise GeometryError(str(error)) from None
+    return from_dict(data, where=str(path))
 
 
 def from_dict(data: Any, where: str = "geometry") -> Geometry:
-    """Build a geometry from parsed YAML, rejecting unknown or missing keys by name."""
+    """Build a geometry from parsed YAML, rejecting unknown or missing keys by name and values of another kind.
+
+    ``other_parameters`` may be given as ``parts``, formulas by name that are added up.
+    """
     if not isinstance(data, dict):
         raise GeometryError(f"{where}: expected a mapping of geometry fields")
-    known = set(Geometry.__dataclass_fields__)
-    if unknown := set(data) - known:
+    known = {*Geometry.__dataclass_fields__, *SECTIONS}
+    if unknown := {str(key)[:40] for key in data if key not in known}:
         raise GeometryError(f"{where}: unknown field {', '.join(sorted(unknown))}; valid: {', '.join(sorted(known))}")
+    fields = {key: value for key, value in data.items() if key not in SECTIONS}
     try:
-        return Geometry(**data)
-    except TypeError as error:
+        names = formula_names(data)
+        for key in set(FORMULAS) & set(fields):
+            fields[key] = whole(fields[key], names)
+        if "parts" in data:
+            if "other_parameters" in data:
+                raise UsageError("other_parameters is the sum of parts; give one of them")
+            fields["other_parameters"] = sum(parts(data).values())
+        for key, value in fields.items():
+            _check_kind(key, value)
+        return Geometry(**fields)
+    except (TypeError, UsageError) as error:
         raise GeometryError(f"{where}: {error}") from None
+
+
+def parts(data: Mapping[str, Any]) -> dict[str, int]:
+    """Parameters of each term of a file's ``parts``, in its order."""
+    given, names = data["parts"], formula_names(data)
+    if not isinstance(given, dict):
+        raise UsageError("parts must be a mapping of names to formulas")
+    return {str(name): whole(formula, names) for name, formula in given.items()}
+
+
+def formula_names(data: Mapping[str, Any]) -> dict[str, Number]:
+    """What a formula of a geometry's file may name: its fields and the numbers of its ``config``."""
+    config = data.get("config", {})
+    if not isinstance(config, dict):
+        raise UsageError("config must be a mapping, as config.json is")
+    return {
+        str(key): value for source in (config, data) for key, value in source.items() if type(value) in (int, float)
+    }
+
+
+def _check_kind(key: str, value: Any) -> None:
+    if key == "sources":
+        good, text = isinstance(value, dict) and all(type(part) is str for part in (*value, *value.values())), "texts"
+    else:
+        kind, text = KINDS[str(Geometry.__dataclass_fields__[key].type)]
+        good = type(value) is kind
+    if not good:
+        raise UsageError(f"{key} must be {text}, got {str(value)[:60]!r}")

@@ -7,11 +7,11 @@ import json
 import sys
 from collections.abc import Sequence
 
-from moebench import geometry, hardware
+from moebench import geometry, hardware, model_card
+from moebench.commands import model_figures
 from moebench.errors import unknown
 from moebench.geometry import EMBEDDED
 from moebench.plugins import Registry, load_plugins
-from moebench.units import human_bytes
 
 USAGE = """usage: moebench list [systems|hardware|models|engines|NAME ...] [-v]
 
@@ -96,20 +96,8 @@ def _embedded(verbose: bool) -> list[str]:
 def _model(registry: Registry, name: str, verbose: bool) -> list[str]:
     if name == EMBEDDED:
         return _embedded(verbose)
-    shape = geometry.load(registry.model_path(name))
-    lines = [
-        f"{shape.layers} layers x {shape.experts} experts, top-{shape.top_k}, {human_bytes(shape.routed_bytes)} routed"
-    ]
-    if verbose:
-        touched = shape.layers * shape.top_k * shape.expert_bytes
-        lines += [
-            f"one expert {human_bytes(shape.expert_bytes)}"
-            f" = 3 * {shape.hidden} * {shape.intermediate} * {shape.bits_per_weight:g} / 8",
-            f"routed {human_bytes(shape.routed_bytes)} = {shape.layers} * {shape.experts} * {shape.expert_bytes} B",
-            f"dense {human_bytes(shape.dense_bytes)}; touched per token without reuse {human_bytes(touched)}",
-            *(f"{key}: {text}" for key, text in shape.sources.items()),
-        ]
-    return lines
+    card = model_card.load(registry.model_path(name))
+    return list(model_figures.describe(card)) if verbose else [model_figures.summary(card.geometry)]
 
 
 def _engine(registry: Registry, name: str, verbose: bool) -> list[str]:

@@ -1,4 +1,4 @@
-"""``moebench model random|smollm2-moe``: model folders that moebench makes itself. Knows the names of the sub-commands."""
+"""``moebench model random|smollm2-moe``: model folders that moebench makes itself. Knows the sub-commands by name."""
 
 from __future__ import annotations
 
