@@ -162,9 +162,9 @@ def test_calibration_writes_a_profile_that_loads_and_leaves_no_file(tmp_path, ca
 
 @pytest.mark.parametrize("name", ["experts.bin", "dense.safetensors"])
 def test_packing_again_checks_every_byte_of_what_stands_there(name, monkeypatch, capsys):
-    from moebench.backends import torch_source
+    from moebench.checkpoint import open as opened
 
-    monkeypatch.setattr(torch_source, "TransformersSource", lambda folder: SmallSource())
+    monkeypatch.setattr(opened, "open_source", lambda folder, **options: SmallSource())
     Path("model").mkdir()
     Path("model/config.json").write_text("{}")
     words = ["pack", "model=model", "out=made", "byte_layout=plain"]

@@ -13,8 +13,8 @@ from artefact_fixtures import examples_file, model_folder, random_heads
 from safetensors.torch import save_file
 
 from moebench.backends.torch_geometry import geometry_of
-from moebench.backends.torch_source import TransformersSource
 from moebench.backends.torch_threads import torch_threads
+from moebench.checkpoint.open import open_source
 from moebench.cli import main
 from moebench.commands import prepare as command
 from moebench.errors import UsageError
@@ -210,7 +210,7 @@ def test_the_command_writes_where_the_system_looks(registered, small, tmp_path, 
     assert document["bytes"] == sum(f.stat().st_size for f in made.iterdir())
     found = load(made)
     made.parent.rename(made.parent.with_name("edge0"))
-    source = TransformersSource(small[0])
+    source = open_source(small[0])
     target = Target("small", geometry_of(source.model["config"], "small"), source.model["weights_hash"])
     assert find(target, 2) == made.parent.with_name("edge0") / "small-k2"
     assert found.base.weights_hash == target.weights_hash
@@ -266,7 +266,7 @@ def test_import_is_a_word(registered, small, tmp_path, capsys):
         (["system=fake", "threads=0"], "threads must be at least 1"),
         (["system=fake", "alpha=0"], "alpha must be a positive number"),
         (["system=fake", "quant=int3"], "int4, int8, none"),
-        (["system=fake", "model=nowhere"], "neither tinymoe nor a model folder"),
+        (["system=fake", "model=nowhere"], "model=nowhere is no model folder with config.json: it does not exist"),
         (["system=fake", "import=nowhere"], "import=nowhere is not a folder"),
         (["system=fitted", "import=."], "system fitted imports nothing"),
         (["system=fake", "k=9"], "k=9 is not within 1..4, the experts that tinymoe runs itself"),

@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 from torch_models import DictServer, make_backend, make_pack, native_model, run
 
+from moebench.backends.torch_bytes import TorchCpuLayout
 from moebench.backends.torch_experts import BackendError
 from moebench.backends.torch_model import NativeTorchBackend, TorchBackend
-from moebench.backends.torch_source import TransformersSource
+from moebench.backends.torch_source import folder_hash, load_model
+from moebench.checkpoint.open import open_source
 from moebench.store.layout import QuantSpec
+from moebench.store.writer import write_pack
 
 TOKENS = np.random.default_rng(0).integers(0, 96, (3, 24))
 
@@ -100,10 +103,10 @@ def test_folder_native_backend_and_pack_agree(tmp_path):
     """A saved folder: the source packs it, the native backend runs it; both see one model."""
     folder = tmp_path / "tiny"
     native_model("qwen3_moe").save_pretrained(folder)
-    source = TransformersSource(folder, "bfloat16")
+    source = open_source(folder)
     assert source.model["name"] == "tiny"
-    assert source.model["weights_hash"] == TransformersSource(folder, "bfloat16").model["weights_hash"]
-    pack = make_pack(tmp_path, folder, dtype="bfloat16")
+    assert source.model["weights_hash"] == folder_hash(folder) == open_source(folder).model["weights_hash"]
+    pack = write_pack(tmp_path / "pack", source, QuantSpec("none"), TorchCpuLayout())
     ours, native = make_backend(pack, dtype="bfloat16"), NativeTorchBackend(folder)
     expected = steps(native, None, TOKENS[:2], [20, 21])
     got = steps(ours, DictServer(pack), TOKENS[:2], [20, 21])
@@ -115,7 +118,7 @@ def test_folder_native_backend_and_pack_agree(tmp_path):
 
 def test_failures_name_what_is_wrong(tmp_path):
     with pytest.raises(BackendError, match=r"has no config\.json"):
-        TransformersSource(tmp_path / "none")
+        load_model(tmp_path / "none", "bfloat16")
     pack = make_pack(tmp_path, native_model("qwen3_moe"), QuantSpec("int4", 32), dtype="bfloat16")
     config = pack.manifest.model["config"]
     with pytest.raises(BackendError, match="flash' is not one of eager, sdpa"):

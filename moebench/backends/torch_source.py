@@ -1,7 +1,7 @@
-"""Where a pack's weights come from: a local transformers model, read expert by expert.
+"""transformers models: their configurations, empty ones, whole ones, and a pack's source over one in memory.
 
-Loads the whole model into memory once, to pack it. Knows transformers and canonical expert tensors; knows no
-quantisation and no byte layout.
+Knows transformers and canonical expert tensors; knows no quantisation of packs and no byte layout. Folders are packed
+by ``moebench.checkpoint``, which never holds a whole model.
 """
 
 from __future__ import annotations
@@ -121,23 +121,15 @@ def expert_names(model: nn.Module) -> set[str]:
 
 
 class TransformersSource:
-    """An ``ExpertSource`` over a model folder, or over a model that is in memory already.
+    """An ``ExpertSource`` over a model that is in memory, with the canonical tensors of ``CheckpointSource``."""
 
-    Canonical tensors per expert: ``gate_up_proj`` [2I, H] (rows as the family orders them) or ``up_proj`` [I, H],
-    ``down_proj`` [H, I], and their ``_bias`` vectors; families that store them transposed are turned.
-    """
-
-    def __init__(self, model: str | Path | PreTrainedModel, dtype: str = "bfloat16") -> None:
-        if isinstance(model, PreTrainedModel):
-            name, digest, self._model = type(model).__name__, _parameters_hash(model), model
-        else:
-            self._model = load_model(model, dtype)
-            name, digest = Path(model).resolve().name, folder_hash(Path(model))
-        self._modules = list(expert_modules(self._model).values())
+    def __init__(self, model: PreTrainedModel, dtype: str = "bfloat16") -> None:
+        self._model, self._modules = model, list(expert_modules(model).values())
         self.layers, self.experts = len(self._modules), int(self._modules[0].num_experts)  # type: ignore[arg-type]
-        config = self._model.config.to_dict()
+        config = model.config.to_dict()
         config.pop("_name_or_path", None)
-        self._dtype, self.model = dtype, {"name": name, "config": config, "weights_hash": digest, "dtype": dtype}
+        facts = {"name": type(model).__name__, "config": config, "weights_hash": _parameters_hash(model)}
+        self._dtype, self.model = dtype, {**facts, "dtype": dtype}
 
     def expert(self, layer: int, expert: int) -> dict[str, np.ndarray]:
         """Canonical tensors of one expert, fp32 [out, in] or [out]."""

@@ -68,7 +68,7 @@ class Checkpoint:
         skip = start * math.prod(shape[1:]) * dtype.itemsize if shape else 0
         with open(stored.file, "rb", buffering=0) as file:
             file.seek(stored.offset + skip)
-            view, done = memoryview(data.reshape(-1).view(np.uint8)), 0
+            view, done = data.reshape(-1).view(np.uint8).data, 0
             while done < data.nbytes:
                 if not (count := file.readinto(view[done:])):
                     raise StoreError(f"{stored.file}: the file ends inside tensor {name}; was it changed meanwhile?")

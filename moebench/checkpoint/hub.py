@@ -31,8 +31,8 @@ def find_model(word: str) -> Path:
     if (folder / "config.json").is_file():
         return folder
     if folder.exists() or not NAME.fullmatch(word):
-        what = "has no config.json" if folder.is_dir() else "does not exist" if not folder.exists() else "is a file"
-        raise UsageError(f"model={word} is not a model folder: it {what}")
+        what = "it has none" if folder.is_dir() else "it is a file" if folder.exists() else "it does not exist"
+        raise UsageError(f"model={word} is no model folder with config.json: {what}")
     cache = cache_folder() / f"models--{word.replace('/', '--')}"
     hint = f"get it with: hf download {word}"
     try:

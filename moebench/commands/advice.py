@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from moebench.checkpoint.hub import find_model, model_name
 from moebench.config import QualityConfig, RunConfig, WorkloadConfig
 from moebench.errors import UsageError
 from moebench.geometry import Geometry
@@ -53,9 +54,9 @@ def find_geometry(model: str, registry: Registry) -> Geometry:
         return folder_geometry(embedded_folder(), EMBEDDED, "int4")
     if model in registry.models:
         return geometries.load(registry.model_path(model))
-    folder = Path(model).expanduser()
-    if (folder / "config.json").is_file():
-        return folder_geometry(folder, folder.resolve().name, "int4")
+    if "/" in model or Path(model).expanduser().is_dir():
+        folder = find_model(model)
+        return folder_geometry(folder, model_name(folder), "int4")
     valid = ", ".join([EMBEDDED, *registry.models])
     raise UsageError(f"model {model!r} is not known; valid: {valid}; or a folder with config.json")
 

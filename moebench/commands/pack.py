@@ -7,8 +7,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from moebench.checkpoint.hub import find_model
 from moebench.commands.places import writable_folder
 from moebench.commands.words import parse
 from moebench.config import option
@@ -23,12 +24,14 @@ from moebench.units import human_bytes
 class PackOptions:
     """What to pack and how its experts are stored."""
 
-    model: str = dataclasses.field(metadata={"help": "folder with config.json and safetensors"})
+    model: str = dataclasses.field(
+        metadata={"help": "folder with config.json and safetensors, or org/name (hub cache)"}
+    )
     out: str = dataclasses.field(metadata={"help": "folder of the pack"})
     quant: Literal["int4", "int8", "none"] = option("int4", "stored precision of expert weights")
     group: Literal["32", "64", "128"] = option("64", "weights that share a scale and a bias, int4 only")
-    byte_layout: Literal["torch_cpu", "plain"] = option(
-        "torch_cpu", "bytes as torch's CPU kernels want them, or portable"
+    byte_layout: Literal["torch_cpu", "mlx", "plain"] = option(
+        "torch_cpu", "bytes as torch's CPU kernels or MLX's want them, or in plain order"
     )
     codec: Literal["none", "rans"] = option("none", "entropy coding (rANS) of each expert; layouts packed and ordered")
     layout: Literal["packed", "packed_gate_up", "packed_gate", "scattered", "checkpoint", "ordered"] = option(
@@ -46,9 +49,9 @@ def main(words: Sequence[str]) -> int:
     options = parse(words, PackOptions, "pack")
     if options is None:
         return 0
-    if not (Path(options.model) / "config.json").is_file():
-        raise UsageError(f"model={options.model} is not a model folder: it has no config.json")
-    from moebench.backends.torch_source import TransformersSource
+    folder = find_model(options.model)
+    from moebench.checkpoint.open import open_source
+    from moebench.harness.assets import byte_layout_named
     from moebench.store.pack import MANIFEST
     from moebench.store.writer import write_pack
 
@@ -60,12 +63,12 @@ def main(words: Sequence[str]) -> int:
         def progress(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
 
-        source: Any = TransformersSource(options.model)
+        source = open_source(folder, dense="checkpoint" if options.byte_layout == "mlx" else "transformers")
         pack = write_pack(
             options.out,
             source,
             quant,
-            _byte_layout(options.byte_layout),
+            byte_layout_named(options.byte_layout),
             layout=options.layout,
             codec=options.codec,
             order=read_order(options.trace, source) if options.trace else None,
@@ -83,13 +86,3 @@ def main(words: Sequence[str]) -> int:
     logical = pack.manifest.logical_hash
     print(json.dumps({"pack": options.out, "bytes": nbytes, "logical_hash": logical}, separators=(",", ":")))
     return 0
-
-
-def _byte_layout(name: str):  # type: ignore[no-untyped-def]
-    if name == "plain":
-        from moebench.store.plain import PlainLayout
-
-        return PlainLayout()
-    from moebench.backends.torch_bytes import TorchCpuLayout
-
-    return TorchCpuLayout()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moebench.checkpoint.hub import find_model, model_name
 from moebench.commands.places import writable_folder
 from moebench.commands.words import describe, parse
 from moebench.config import option
@@ -102,10 +103,8 @@ def _model(model: str, how: Preparation, registry: Registry) -> tuple[str, Path]
         return EMBEDDED, embedded_folder()
     if how.geometries and model in registry.models:
         return model, registry.model_path(model)
-    folder = Path(model).expanduser()
-    if not (folder / "config.json").is_file():
-        raise UsageError(f"model={model} is neither {EMBEDDED} nor a model folder: it has no config.json")
-    return folder.resolve().name, folder
+    folder = find_model(model)
+    return model_name(folder).replace("/", "--"), folder  # a name that files can have
 
 
 def _help(first: Sequence[str], registry: Registry) -> str:

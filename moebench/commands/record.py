@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from moebench.checkpoint.hub import find_model, model_name
 from moebench.config import option
 from moebench.engine.answers import routing_of
 from moebench.engine.hooks import Hooks
@@ -44,6 +45,7 @@ class RecordOptions:
     new_tokens: int = option(64, "tokens each request emits")
     seed: int = option(0, "which prompts of the file are taken")
     quant: Literal["int4", "int8", "none"] = option("int4", "stored precision of expert weights")
+    backend: Literal["torch", "mlx"] = option("torch", "tensor library that computes")
     system: str = option("", "system whose routing is executed, its options as system.NAME=VALUE; empty for none")
 
 
@@ -141,20 +143,20 @@ class RecordingExperts:
 
 def record(options: RecordOptions, spec: SystemSpec | None, knobs: Any, tick: Callable[[], None]) -> Trace:
     """Decode greedily, one request after another, and return the trace; ``spec`` with its ``knobs`` is the system."""
-    from moebench.backends.torch_model import TorchBackend
     from moebench.engine.loop import Loop
     from moebench.harness.assets import load_live, read_prompts
+    from moebench.harness.backend import open_backend, require_backend
     from moebench.harness.plan import EMBEDDED, embedded_folder
-    from moebench.store.pages import aligned_buffer
 
-    folder = embedded_folder() if options.model == EMBEDDED else Path(options.model)
-    name = EMBEDDED if options.model == EMBEDDED else folder.resolve().name
+    require_backend(options.backend)
+    folder = embedded_folder() if options.model == EMBEDDED else find_model(options.model)
+    name = EMBEDDED if options.model == EMBEDDED else model_name(folder)
     shipped = Path(str(resources.files("moebench.models.tinymoe"))) / "tasks" / "prompts.jsonl"
     prompts = read_prompts(Path(options.prompts) if options.prompts else shipped, options.requests, options.seed)
-    live = load_live(folder, name, options.quant, "packed")
-    backend = TorchBackend(live.pack, live.pack.dense_path, live.config)
+    live = load_live(folder, name, options.quant, "packed", backend=options.backend)
+    backend = open_backend(options.backend, live)
     system = None if spec is None else prepared(spec, knobs, name, live, backend, options.seed)
-    experts = RecordingExperts(live.pack, aligned_buffer(live.pack.slot_bytes), system)
+    experts = RecordingExperts(live.pack, backend.buffer(live.pack.slot_bytes), system)
     loop = Loop(backend, experts)  # type: ignore[arg-type]
     for experts.request, prompt in enumerate(prompts):
         loop.generate([live.tokenizer(prompt)["input_ids"]], options.new_tokens, stop=live.tokenizer.eos_token_id)

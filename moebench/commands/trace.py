@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from moebench import geometry
+from moebench.checkpoint.hub import find_model
 from moebench.commands.places import writable_file
 from moebench.commands.words import build, describe, parse
 from moebench.config import option
@@ -147,8 +148,8 @@ def _record(words: Sequence[str]) -> int:
     knobs = parse([w.removeprefix("system.") for w in of_system], spec.config, f"system {spec.id}") if spec else None
     if options.requests < 1 or options.new_tokens < 2:
         raise UsageError("trace record: requests must be at least 1 and new_tokens at least 2")
-    if options.model != "tinymoe" and not (Path(options.model) / "config.json").is_file():
-        raise UsageError(f"model={options.model} is neither tinymoe nor a model folder: it has no config.json")
+    if options.model != "tinymoe":
+        find_model(options.model)  # refused before anything is written
     writable_file(options.out)
     with progress_bar() as bar:
         task = bar.add_task("requests", total=options.requests)

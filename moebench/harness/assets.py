@@ -15,11 +15,13 @@ import xxhash
 
 from moebench.errors import MoebenchError, UsageError
 from moebench.geometry import Geometry
+from moebench.harness.backend import BYTE_LAYOUTS
 from moebench.harness.order import read_order
 from moebench.jsonl import read_jsonl
 from moebench.plugins import home
 from moebench.progress import progress_bar
 from moebench.store.engines import StoreError
+from moebench.store.layout import ByteLayout
 from moebench.store.lock import alone
 from moebench.store.pack import MANIFEST, Pack, file_hash
 
@@ -40,12 +42,16 @@ class LiveModel:
         return self.pack.manifest.model["config"]
 
 
-def load_live(folder: Path, name: str, quant: str, layout: str, order: str = "", codec: str = "none") -> LiveModel:
-    """Open the pack of a model folder, making it first if this machine has none; raises one clear line on failure."""
+def load_live(
+    folder: Path, name: str, quant: str, layout: str, order: str = "", codec: str = "none", backend: str = "torch"
+) -> LiveModel:
+    """Open the pack of a model folder in the bytes of ``backend``, making it first if this machine has none; raises
+    one clear line on failure.
+    """
     from moebench.backends.torch_geometry import geometry_of
 
     tokenizer = load_tokenizer(folder)
-    pack = ensure_pack(folder, name, quant, layout, order, codec)
+    pack = ensure_pack(folder, name, quant, layout, order, codec, BYTE_LAYOUTS[backend])
     config = pack.manifest.model["config"]
     return LiveModel(folder, pack, geometry_of(config, name, quant), tokenizer)
 
@@ -88,15 +94,36 @@ def with_drafter(model: LiveModel, backend: Any, folder: str | Path | None) -> L
     return replace(model, drafter=backend.drafter(folder))
 
 
-def ensure_pack(folder: Path, name: str, quant: str, layout: str, order: str = "", codec: str = "none") -> Pack:
+def byte_layout_named(name: str) -> ByteLayout:
+    """The byte layout ``torch_cpu``, ``mlx`` or ``plain``."""
+    if name == "torch_cpu":
+        from moebench.backends.torch_bytes import TorchCpuLayout
+
+        return TorchCpuLayout()
+    if name == "mlx":
+        from moebench.store.mlx_bytes import MlxLayout
+
+        return MlxLayout()
+    from moebench.store.plain import PlainLayout
+
+    return PlainLayout()
+
+
+def ensure_pack(
+    folder: Path,
+    name: str,
+    quant: str,
+    layout: str,
+    order: str = "",
+    codec: str = "none",
+    byte_layout: str = "torch_cpu",
+) -> Pack:
     """The pack of a folder's files as they are now, kept under ``$MOEBENCH_HOME/packs``.
 
-    ``order`` is the trace of an ordered pack; the embedded model has one of its own.
+    ``order`` is the trace of an ordered pack; the embedded model has one of its own. A pack in ``mlx`` bytes keeps the
+    checkpoint's own dense weights.
     """
-    import torch
-
-    from moebench.backends.torch_bytes import TorchCpuLayout
-    from moebench.backends.torch_source import TransformersSource
+    from moebench.checkpoint.open import open_source
     from moebench.store.layout import QuantSpec
     from moebench.store.writer import write_pack
 
@@ -109,20 +136,22 @@ def ensure_pack(folder: Path, name: str, quant: str, layout: str, order: str = "
         layout_id = f"ordered-{file_hash(Path(trace))[:12]}"
     else:
         layout_id = layout
-    isa = torch.backends.cpu.get_cpu_capability().lower().replace(" ", "-")
-    out = home() / "packs" / f"{name}-{_fingerprint(folder)}-{quant}-{layout_id}-{codec}-{isa}"
+    encoding = byte_layout_named(byte_layout)
+    kind = encoding.isa if byte_layout == "torch_cpu" else byte_layout
+    parts = (name.replace("/", "--"), _fingerprint(folder), quant, layout_id, codec, kind.lower().replace(" ", "-"))
+    out = home() / "packs" / "-".join(parts)
     with alone(out.with_name(f"{out.name}.lock")):  # of processes that want it at once one makes it
         if (out / MANIFEST).is_file():
             return open_kept(out)
         print(f"moebench: packing {name} ({quant}, {layout}, codec {codec}) into {out}", file=sys.stderr)
-        source = TransformersSource(folder)
+        source = open_source(folder, dense="checkpoint" if byte_layout == "mlx" else "transformers")
         with progress_bar() as bar:
             task = bar.add_task("experts", total=None)
             return write_pack(
                 out,
                 source,
                 QuantSpec(quant),
-                TorchCpuLayout(),
+                encoding,
                 layout=layout,
                 codec=codec,
                 order=read_order(trace, source) if trace else None,

@@ -11,10 +11,12 @@ from pathlib import Path
 from moebench import geometry as geometries
 from moebench import hardware, machine
 from moebench.budget import parse_budget
+from moebench.checkpoint.hub import find_model, model_name
 from moebench.config import RunConfig
 from moebench.errors import UsageError, unknown
 from moebench.geometry import EMBEDDED, Geometry, embedded_folder
 from moebench.hardware import HardwareProfile
+from moebench.harness.backend import require_backend
 from moebench.plugins import Registry
 from moebench.systemspec import SystemSpec
 
@@ -51,8 +53,8 @@ class Cell:
 
     @property
     def folder_name(self) -> str:
-        """A live model's name: the embedded one's, or its folder's."""
-        return EMBEDDED if self.folder == embedded_folder() else self.folder.resolve().name
+        """A live model's name: the embedded one's, its name on the hub, or its folder's."""
+        return EMBEDDED if self.folder == embedded_folder() else model_name(self.folder)
 
 
 def plan(config: RunConfig, registry: Registry) -> list[Cell]:
@@ -97,13 +99,15 @@ def plan(config: RunConfig, registry: Registry) -> list[Cell]:
     elif config.model in registry.models:
         cells = [_replay(common, registry.model_path(config.model))]
     elif "/" in config.model or Path(config.model).is_dir():
-        folder = Path(config.model).expanduser()
-        if not (folder / "config.json").is_file():
-            raise UsageError(f"model {config.model} is not a model folder: it has no config.json")
-        cells = [_of_folder(common, folder, folder.resolve().name)]
+        folder = find_model(config.model)
+        cells = [_of_folder(common, folder, model_name(folder))]
     else:
         valid = [EMBEDDED, "auto", *registry.models]
-        raise unknown("model", config.model, valid, "; or a folder with config.json and safetensors")
+        raise unknown("model", config.model, valid, "; or a model folder, or org/name in the hub cache")
+    if config.backend != "torch":
+        require_backend(config.backend)
+        if not any(cell.live for cell in cells):
+            raise UsageError(f"backend={config.backend} chooses what computes, and a replay computes nothing")
     for cell in cells:
         if cell.live and spec.handling(config.knobs).matrices:
             raise UsageError(f"{spec.id}: slots of single matrices are for replays; choose a geometry with model=NAME")
