@@ -88,7 +88,9 @@ class RunConfig:
         "with one memory it makes a second tier and copies between them",
     )
     memory: str | None = option(None, "cap on all memory that the run books, such as 6GiB")
-    quant: Literal["int4", "int8", "none"] = option("int4", "stored precision of expert weights")
+    quant: Literal["int4", "int8", "none", "stored"] = option(
+        "int4", "stored precision of expert weights; stored: as a quantised checkpoint has them"
+    )
     layout: Literal["packed", "packed_gate_up", "packed_gate", "scattered", "checkpoint", "ordered"] = option(
         "packed",
         "how experts lie in the pack: whole; gate and up together, or gate alone, other matrices apart; each matrix "
@@ -99,6 +101,7 @@ class RunConfig:
         "", "trace file whose most used experts come first; with layout=ordered only, where empty takes tinymoe's own"
     )
     stack: str = option("auto", "software stack whose constants the modeled clock uses; auto takes the profile's own")
+    backend: Literal["torch", "mlx"] = option("torch", "tensor library that computes; each has packs of its own bytes")
     engine: str = option("auto", "read engine; auto takes the system's own, else the profile's")
     numerics: Literal["row_invariant", "fast"] = option(
         "row_invariant", "kernels whose rows do not depend on their neighbours"

@@ -184,6 +184,11 @@ class Backend(ABC):
     def dense_bytes(self) -> int:
         """Bytes of the dense weights held."""
 
+    @property
+    def stored_dense_bytes(self) -> int:
+        """Bytes of the dense weights as the checkpoint stores them, which is what a modeled machine holds."""
+        return self.dense_bytes
+
     @abstractmethod
     def kv_bytes(self) -> int:
         """Bytes of the KV cache held now."""

@@ -87,8 +87,9 @@ def owner(model: nn.Module, path: str) -> tuple[Any, Any]:
     return model, last
 
 
-def load_dense(model: nn.Module, paths: Mapping[str, nn.Module], config: Mapping[str, Any], file: Path) -> None:
-    """Fill a model, whose switches at ``paths`` were taken out, from ``file``; floats are float32 on a CPU.
+def load_dense(model: nn.Module, paths: Mapping[str, nn.Module], config: Mapping[str, Any], file: Path) -> int:
+    """Fill a model, whose switches at ``paths`` were taken out, from ``file``; floats are float32 on a CPU. Returns
+    the bytes of its parameters as they were stored.
 
     Raises ``BackendError`` naming tensors that are left without a value, or that the model does not have.
     """
@@ -111,6 +112,7 @@ def load_dense(model: nn.Module, paths: Mapping[str, nn.Module], config: Mapping
         model.set_dtype(mx.float32)
     model.eval()
     mx.eval(model.parameters())
+    return sum(value.nbytes for value in weights.values())
 
 
 def _plain(weights: dict[str, mx.array]) -> dict[str, mx.array]:

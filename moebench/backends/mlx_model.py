@@ -56,7 +56,7 @@ class MlxBackend(Backend):
         self.model = empty_model(self.config)
         self._live, self._ops = Live(), MlxOps()
         self._take_out(switches(self.model), pack)
-        load_dense(self.model, self._removed, self.config, Path(dense_path))
+        self._stored_bytes = load_dense(self.model, self._removed, self.config, Path(dense_path))
         self._projections = Projections(self.model, self._routers())
         self._dtype = _float_dtype(self.model)
         self._memory = Memory(self.model, self.model.model_type)
@@ -173,6 +173,11 @@ class MlxBackend(Backend):
     def dense_bytes(self) -> int:
         """Bytes of all parameters that are held, tied ones once; adapters are none of them."""
         return sum(value.nbytes for _, value in tree_flatten(self.model.parameters()))
+
+    @property
+    def stored_dense_bytes(self) -> int:
+        """The same before floats became float32."""
+        return self._stored_bytes
 
     def kv_bytes(self) -> int:
         """Bytes of all keys, values and states held."""

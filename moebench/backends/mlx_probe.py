@@ -192,6 +192,7 @@ def _cannot() -> None:
 def _random(spec: TensorSpec, key: int) -> mx.array:
     if spec.dtype in ("BF16", "F16", "F32"):
         return mx.random.normal(spec.shape, key=mx.random.key(key)).astype(DTYPES[spec.dtype])
-    bits = mx.random.bits(spec.shape, width=4, key=mx.random.key(key))
-    # scales that are powers of two: near 1, so that sums stay finite
-    return bits if spec.dtype == "U32" else (bits % 4 + 125).astype(DTYPES[spec.dtype])
+    draw = np.random.default_rng(key)
+    if spec.dtype == "U32":
+        return mx.array(draw.integers(0, 1 << 32, spec.shape, np.uint32))
+    return mx.array(draw.integers(125, 129, spec.shape, np.uint8))  # powers of two near 1, so that sums stay finite

@@ -44,7 +44,9 @@ class RecordOptions:
     requests: int = option(8, "prompts to run")
     new_tokens: int = option(64, "tokens each request emits")
     seed: int = option(0, "which prompts of the file are taken")
-    quant: Literal["int4", "int8", "none"] = option("int4", "stored precision of expert weights")
+    quant: Literal["int4", "int8", "none", "stored"] = option(
+        "int4", "stored precision of expert weights; stored: as a quantised checkpoint has them"
+    )
     backend: Literal["torch", "mlx"] = option("torch", "tensor library that computes")
     system: str = option("", "system whose routing is executed, its options as system.NAME=VALUE; empty for none")
 

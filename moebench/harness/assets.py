@@ -52,8 +52,18 @@ def load_live(
 
     tokenizer = load_tokenizer(folder)
     pack = ensure_pack(folder, name, quant, layout, order, codec, BYTE_LAYOUTS[backend])
-    config = pack.manifest.model["config"]
-    return LiveModel(folder, pack, geometry_of(config, name, quant), tokenizer)
+    geometry = geometry_of(pack.manifest.model["config"], name)
+    return LiveModel(folder, pack, as_packed(geometry, pack), tokenizer)
+
+
+def as_packed(geometry: Geometry, pack: Pack) -> Geometry:
+    """``geometry`` as a pack stores it: its quantisation, and its experts' bytes where the formula has others."""
+    quant, parts = pack.manifest.quant, sum(part.nbytes for part in pack.manifest.tensors)
+    if quant.kind != "stored":
+        geometry = replace(geometry, quant=quant.kind, group=quant.group)
+        if geometry.expert_bytes == parts:
+            return geometry
+    return replace(geometry, quant=quant.kind, stored_bytes=pack.expert_bytes)
 
 
 def folder_geometry(folder: Path, name: str, quant: str) -> Geometry:
@@ -64,7 +74,13 @@ def folder_geometry(folder: Path, name: str, quant: str) -> Geometry:
         config = json.loads((folder / "config.json").read_text())
     except ValueError as error:
         raise MoebenchError(f"{folder / 'config.json'} is not JSON: {error}") from None
-    return geometry_of(config, name, quant)
+    if quant != "stored":
+        return geometry_of(config, name, quant)
+    from moebench.checkpoint.mlx_source import stored_form
+
+    spec, nbytes = stored_form(folder)
+    found = replace(geometry_of(config, name), quant=spec.kind, group=spec.group, stored_bytes=nbytes)
+    return found if spec.kind == "stored" else replace(found, stored_bytes=0)
 
 
 def load_tokenizer(folder: Path) -> Any:

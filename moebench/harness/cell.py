@@ -17,6 +17,7 @@ from moebench.engine.loop import Loop, replay
 from moebench.errors import UsageError
 from moebench.harness import environment, figures
 from moebench.harness.assets import LiveModel, load_live, read_prompts, text_hash, with_drafter
+from moebench.harness.backend import open_backend
 from moebench.harness.costs import coded_bytes
 from moebench.harness.matrices import by_matrix
 from moebench.harness.passes import Sessions
@@ -154,17 +155,12 @@ def demands(trace: Trace, config: RunConfig) -> list[tuple[int, list[int]]]:
 
 
 def _live(cell: Cell, registry: Registry, progress: Progress) -> Row:
-    from moebench.backends.torch_model import TorchBackend
-
     config = cell.config
     progress(f"loading {cell.model}")
-    model = load_live(cell.folder, cell.model, config.quant, config.layout, config.order, config.codec)
+    packed = (config.quant, config.layout, config.order, config.codec)
+    model = load_live(cell.folder, cell.model, *packed, config.backend)
     suite = suite_for(config, model)
-    exact = config.numerics == "row_invariant"
-    backend = TorchBackend(
-        model.pack, model.pack.dense_path, model.config,
-        attention="eager" if exact else "sdpa", numerics=config.numerics,
-    )  # fmt: skip
+    backend = open_backend(config.backend, model, config.numerics)
     prompts = _prompts(cell)
     ids = [model.tokenizer(p)["input_ids"] for p in prompts]
     if not all(ids):
@@ -190,7 +186,7 @@ def _live(cell: Cell, registry: Registry, progress: Progress) -> Row:
             decode(session := fresh(decode))
         runs.append(session)
     metrics = figures.speed(cell, runs)
-    metrics |= figures.memory(cell, runs, process=cell.clock == "wall")
+    metrics |= figures.memory(cell, runs, cell.clock == "wall", backend.allocator_peak_bytes())
     quality: dict[str, Any] = {}
     if suite is None:
         metrics |= unasked("quality=none")
@@ -198,7 +194,7 @@ def _live(cell: Cell, registry: Registry, progress: Progress) -> Row:
         numbers, quality = ask(suite, Asked(cell, registry, model, backend, equipment), progress)
         metrics |= numbers
     workload = {"kind": "prompts", "seed": config.workload.seed, "hash": text_hash(prompts), "generator": None}
-    notes = [*_narrowed(model.geometry.top_k, equipment), *equipment.assumptions]
+    notes = [*backend.notes, *_narrowed(model.geometry.top_k, equipment), *equipment.assumptions]
     row = run_row(cell, runs, workload, metrics, cache_state, notes, equipment)
     return replace(row, quality=quality)
 

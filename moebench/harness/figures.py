@@ -56,13 +56,17 @@ def over_repeats(first: Metric, values: Sequence[float]) -> Metric:
     return replace(first, value=float(np.median(values)), n=len(values), samples=tuple(values), ci=interval)
 
 
-def memory(cell: Cell, runs: Sequence[Session], process: bool) -> dict[str, Metric]:
-    """Peak active memory by the ledger; what an allocator would show; what the process took."""
+def memory(cell: Cell, runs: Sequence[Session], process: bool, allocator: int | None = None) -> dict[str, Metric]:
+    """Peak active memory by the ledger; what an allocator would show, or did (``allocator``, in bytes); what the
+    process took.
+    """
     provenance = "measured" if cell.clock == "wall" else "modeled"
     ledger = max((run.ledger for run in runs), key=lambda found: found.peak_bytes)
     device = {name: held for name, held in ledger.at_peak.items() if name != "host slots"}
     found = {"peak_active_gib": metric("peak_active_gib", ledger.peak_bytes / GIB, provenance)}
-    if cell.clock == "wall":
+    if cell.clock == "wall" and allocator is not None:
+        found["allocator_peak_gib"] = metric("allocator_peak_gib", allocator / GIB, "measured")
+    elif cell.clock == "wall":
         reason = "torch keeps no allocator statistics on the CPU"
         found["allocator_peak_gib"] = metric("allocator_peak_gib", None, None, 0, reason)
     else:

@@ -14,7 +14,12 @@ from moebench.harness.plan import EMBEDDED, plan
 from moebench.plugins import Registry
 from moebench.systemspec import Rung, Target
 
-STORED = {"none": "experts as they are, streamed", "int4": "experts in 4 bits", "int8": "experts in 8 bits"}
+STORED = {
+    "none": "experts as they are, streamed",
+    "int4": "experts in 4 bits",
+    "int8": "experts in 8 bits",
+    "stored": "experts as the checkpoint holds them",
+}
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,8 @@ def rungs_of(config: RunConfig, registry: Registry) -> list[Planned]:
     (cell,) = plan(config, registry)
     if not cell.live:
         raise UsageError(f"a ladder needs a model that answers; {cell.model} is a geometry: model=tinymoe or a folder")
-    model = load_live(cell.folder, cell.model, config.quant, config.layout, config.order, config.codec)
+    packed = (config.quant, config.layout, config.order, config.codec)
+    model = load_live(cell.folder, cell.model, *packed, config.backend)
     target = Target(cell.model, model.geometry, model.pack.manifest.model["weights_hash"], model.config)
     first, *others = cell.spec.ladder(config.knobs, target)
     name = "streamed" if config.quant == "none" else f"{config.quant} experts"

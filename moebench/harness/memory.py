@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -123,8 +123,18 @@ def size(
     return Sizes(device, host, scratch)
 
 
-def make_tiers(geometry: Geometry, slot_bytes: int, sizes: Sizes, scope: str, real: bool, ledger: Ledger) -> list[Tier]:
-    """Build and book the tiers; ``real`` ones have an arena of 4096-aligned slots. Host slots are always shared."""
+def make_tiers(
+    geometry: Geometry,
+    slot_bytes: int,
+    sizes: Sizes,
+    scope: str,
+    real: bool,
+    ledger: Ledger,
+    allocate: Callable[[int], np.ndarray] = aligned_buffer,
+) -> list[Tier]:
+    """Build and book the tiers; ``real`` ones have an arena of 4096-aligned slots, made by ``allocate(nbytes)``. Host
+    slots are always shared.
+    """
     tiers = []
     for name, category, slots, by in (
         ("device", "expert slots", sizes.device, scope),
@@ -134,7 +144,7 @@ def make_tiers(geometry: Geometry, slot_bytes: int, sizes: Sizes, scope: str, re
         if not slots:
             continue
         held = slots - slots % (geometry.layers if by == "per_layer" else 1)  # layers own equal parts
-        arena = aligned_buffer(held * slot_bytes).reshape(held, slot_bytes) if real else None
+        arena = allocate(held * slot_bytes).reshape(held, slot_bytes) if real else None
         tier = Tier(name, slots, slot_bytes, geometry.layers, geometry.experts, by, arena)
         ledger.book(category, tier.capacity_bytes)
         tiers.append(tier)

@@ -61,12 +61,15 @@ class Sessions:
         return self._new(cell, [], future)
 
     def _new(self, cell: Cell, observers: Sequence[object], future: Any = None) -> Session:
+        backend, modeled = self.backend, cell.clock == "virtual"
+        wider = modeled and backend.stored_dense_bytes != backend.dense_bytes
         session = open_session(
-            cell, self.model.geometry, self.registry, pack=self.model.pack, dense_bytes=self.backend.dense_bytes,
-            dense_bits=16.0, kv_bytes=self.backend.kv_bytes, future=future, observers=observers,
+            cell, self.model.geometry, self.registry, pack=self.model.pack,
+            dense_bytes=backend.stored_dense_bytes if modeled else backend.dense_bytes,
+            dense_bits=16.0, kv_bytes=None if wider else backend.kv_bytes, future=future, observers=observers,
             warmup_tokens=self.warmup, batch=self.batch, context=self.context,
             longest_prompt=max(1, self.context - self.cell.config.workload.new_tokens), equipment=self.equipment,
-            ops=self.backend.ops, drafter=self.model.drafter,
+            ops=backend.ops, drafter=self.model.drafter, allocate=backend.buffer,
         )  # fmt: skip
         self.opened.append(session)
         return session

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from moebench.metrics import Metrics
 from moebench.residency.ledger import Ledger
 from moebench.residency.places import Places
 from moebench.residency.tier import Tier
+from moebench.store.pages import aligned_buffer
 from moebench.systemspec import Equipment, RunContext
 from moebench.timeline.base import Timeline
 from moebench.timeline.virtual import VirtualTimeline
@@ -73,11 +74,12 @@ def open_session(
     equipment: Equipment | None = None,
     ops: Any = None,
     drafter: Any = None,
+    allocate: Callable[[int], np.ndarray] = aligned_buffer,
 ) -> Session:
     """Size, book and connect everything. ``pack`` is None on runs that move no bytes; ``context`` is the longest
     sequence and ``longest_prompt`` the longest prompt, both in tokens; 0 on runs in which nothing computes.
     ``equipment`` is what the system brings, ``ops`` the arithmetic of a backend that computes, ``drafter`` a model that
-    drafts for it.
+    drafts for it, ``allocate(nbytes)`` its memory for experts.
     """
     equipment = equipment or Equipment()
     geometry = replace(geometry, top_k=equipment.top_k or geometry.top_k)
@@ -89,7 +91,7 @@ def open_session(
         held["draft"] = held.get("draft", 0) + drafter.held_bytes + remembered
     engine = _engine(frame, registry)
     try:
-        memory = _book(frame, engine, dense_bytes, held)
+        memory = _book(frame, engine, dense_bytes, held, allocate)
         places = Places.in_order(geometry.keys) if pack is None else Places(pack.position(np.arange(pack.keys)))
         arenas = {tier.name: tier.arena for tier in (*memory.tiers, memory.scratch) if tier is not None}
         filled = memory.ledger.total_bytes + frame.state_bytes
@@ -134,7 +136,9 @@ def _engine(frame: Frame, registry: Any) -> Any:
     return open_engine(factory, pack, **options) if relocates else factory(pack, **options)
 
 
-def _book(frame: Frame, engine: Any, dense_bytes: int, held: Mapping[str, int]) -> Memory:
+def _book(
+    frame: Frame, engine: Any, dense_bytes: int, held: Mapping[str, int], allocate: Callable[[int], np.ndarray]
+) -> Memory:
     """Sizes, ledger and tiers; ``held`` are the bytes of what system and drafter hold, by category."""
     config, geometry, handling = frame.cell.config, frame.geometry, frame.handling
     slot_bytes, staging = geometry.slot_bytes, 0
@@ -154,7 +158,7 @@ def _book(frame: Frame, engine: Any, dense_bytes: int, held: Mapping[str, int]) 
     ledger.book("staging", staging)
     for category, nbytes in held.items():
         ledger.book(category, nbytes)
-    tiers = make_tiers(geometry, slot_bytes, sizes, config.scope, engine is not None, ledger)
+    tiers = make_tiers(geometry, slot_bytes, sizes, config.scope, engine is not None, ledger, allocate)
     ledger.set("kv", frame.state_bytes)  # what it will grow to must fit too
     ledger.set("kv", 0)
     ledger.forget_peak()
