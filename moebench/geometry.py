@@ -45,7 +45,8 @@ class Geometry:
     that does not (recurrent and convolution states).
     ``matrices`` of [intermediate, hidden] make an expert: gate, up and down, or a single one where that is the unit of
     caching. ``tied``: input embedding and head are one matrix. Shared experts are always resident and count as dense
-    weights.
+    weights. ``stored_bytes`` are the bytes of a routed expert that a pack holds, where no formula says them (0: one
+    does): under quant ``stored``, where each tensor has bits of its own, and in bytes with more scales.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Geometry:
     vocabulary: int = 0
     tied: bool = False
     matrices: int = 3
+    stored_bytes: int = 0
     sources: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -79,14 +81,20 @@ class Geometry:
             raise GeometryError(f"geometry {self.name}: top_k {self.top_k} exceeds experts {self.experts}")
         if self.matrices not in (1, 3):
             raise GeometryError(f"geometry {self.name}: matrices must be 3, or 1 for a single one, got {self.matrices}")
-        if self.quant not in QUANT_BITS:
+        if self.quant not in (*QUANT_BITS, "stored"):
             raise GeometryError(f"geometry {self.name}: quant {self.quant!r} is not one of {', '.join(QUANT_BITS)}")
+        if self.quant == "stored" and not self.stored_bytes:
+            raise GeometryError(
+                f"quant=stored keeps what a quantised checkpoint holds; {self.name} is a geometry: say int4, int8 or none"
+            )
 
     @property
     def bits_per_weight(self) -> float:
         """Stored bits per expert weight: q plus a bf16 scale and a bf16 bias per group (int4), one scale a row
-        (int8).
+        (int8); the mean where the bytes are those of a pack.
         """
+        if self.stored_bytes:
+            return 8 * self.stored_bytes / self.expert_parameters
         if self.quant == "int4":
             return 4.0 + 32.0 / self.group
         return QUANT_BITS[self.quant]
@@ -99,6 +107,8 @@ class Geometry:
     @property
     def expert_bytes(self) -> int:
         """Bytes of one routed expert on storage: parameters * bits per weight / 8, plus the row scales of int8."""
+        if self.stored_bytes:
+            return self.stored_bytes
         scales = 2 * self.intermediate + self.hidden if self.matrices == 3 else self.intermediate
         rows = 2 * scales if self.quant == "int8" else 0
         return int(self.expert_parameters * self.bits_per_weight / 8) + rows

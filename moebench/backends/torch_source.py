@@ -39,6 +39,9 @@ def float_type(dtype: str) -> torch.dtype:
     return FLOATS[dtype]
 
 
+QUANTISATION = ("quantization", "quantization_config")  # how a checkpoint is quantised, in MLX's word and in the hub's
+
+
 def load_model(folder: str | Path, dtype: str, attention: str = "eager") -> PreTrainedModel:
     """Load a local model folder with transformers, quantised weights as the numbers they stand for.
 
@@ -92,7 +95,7 @@ def model_config(config: Mapping[str, Any]) -> PreTrainedConfig:
 
 def empty_model(config: Mapping[str, Any], dtype: str, attention: str = "eager") -> PreTrainedModel:
     """The model of a configuration dict with every tensor on the meta device: shapes and no memory."""
-    plain = {k: v for k, v in config.items() if k != "quantization_config"}  # packs hold the plain weights
+    plain = {k: v for k, v in config.items() if k not in QUANTISATION}  # it has the plain weights
     settings = model_config(plain)
     try:
         with torch.device("meta"):

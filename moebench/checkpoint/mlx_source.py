@@ -17,10 +17,10 @@ import numpy as np
 
 from moebench.checkpoint.files import Checkpoint
 from moebench.checkpoint.mlx_stacks import Stacks
-from moebench.store.layout import LogicalTensor
+from moebench.errors import UsageError
+from moebench.store.layout import LogicalTensor, QuantSpec
+from moebench.store.mlx_bytes import MlxLayout
 from moebench.store.quant import dequantize
-
-QUANTISATION = ("quantization", "quantization_config")  # of config.json, which mlx-lm writes twice
 
 
 class MlxSource:
@@ -60,7 +60,7 @@ class MlxSource:
     def _transformers(self, name: str) -> Any:
         """The folder as a hub's one, for its dense weights."""
         from moebench.backends.torch_experts import expert_modules, expert_parameters
-        from moebench.backends.torch_source import empty_model
+        from moebench.backends.torch_source import QUANTISATION, empty_model
         from moebench.checkpoint.mlx_names import HubView
         from moebench.checkpoint.source import CheckpointSource
 
@@ -72,3 +72,12 @@ class MlxSource:
             {f"{m}.{n}": tuple(p.shape) for m, module in modules.items() for n, p in expert_parameters(module).items()}
         )
         return CheckpointSource(plain, name, "transformers", decoded=view)
+
+
+def stored_form(folder: str | Path) -> tuple[QuantSpec, int]:
+    """How the experts of a quantised MLX folder are stored, and the bytes of one in ``mlx`` bytes; from one expert."""
+    stacks = Stacks(Checkpoint(folder))
+    if stacks.stored is None:
+        raise UsageError(f"quant=stored keeps what a quantised checkpoint holds, and {folder} is not quantised")
+    parts = [MlxLayout().encode(tensor) for tensor in stacks.expert(0, 0).values()]
+    return stacks.stored, sum(part.nbytes for found in parts for part in found.values())

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from moebench.checkpoint.source import Dense
 
 
-def is_mlx(config: dict) -> bool:
-    """Whether a configuration is that of a folder which MLX has quantised: bits and group size of its own."""
-    found = config.get("quantization")
-    return isinstance(found, dict) and {"bits", "group_size"} <= set(found)
+def is_mlx(checkpoint: Checkpoint) -> bool:
+    """Whether a folder is one that MLX wrote: quantised with bits and a group size of its own, or experts stacked."""
+    found = checkpoint.config.get("quantization")
+    return (isinstance(found, dict) and {"bits", "group_size"} <= set(found)) or bool(stacks(checkpoint.tensors))
 
 
 def open_source(folder: str | Path, *, dense: Dense = "transformers") -> ExpertSource:
@@ -27,7 +27,7 @@ def open_source(folder: str | Path, *, dense: Dense = "transformers") -> ExpertS
     own). Raises ``StoreError`` or ``BackendError`` of one line for a folder that cannot be packed.
     """
     checkpoint = Checkpoint(folder)
-    if is_mlx(checkpoint.config) or stacks(checkpoint.tensors):
+    if is_mlx(checkpoint):
         from moebench.checkpoint.mlx_source import MlxSource
 
         return MlxSource(checkpoint, model_name(checkpoint.folder), dense)

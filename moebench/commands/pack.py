@@ -28,7 +28,9 @@ class PackOptions:
         metadata={"help": "folder with config.json and safetensors, or org/name (hub cache)"}
     )
     out: str = dataclasses.field(metadata={"help": "folder of the pack"})
-    quant: Literal["int4", "int8", "none"] = option("int4", "stored precision of expert weights")
+    quant: Literal["int4", "int8", "none", "stored"] = option(
+        "int4", "stored precision of expert weights; stored: as a quantised checkpoint has them"
+    )
     group: Literal["32", "64", "128"] = option("64", "weights that share a scale and a bias, int4 only")
     byte_layout: Literal["torch_cpu", "mlx", "plain"] = option(
         "torch_cpu", "bytes as torch's CPU kernels or MLX's want them, or in plain order"

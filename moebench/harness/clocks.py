@@ -41,7 +41,8 @@ def open_clock(
 def modeled_costs(frame: Frame, held_bytes: int, dense_bits: float | None) -> Costs:
     """What operations cost on the machine that the cell declares."""
     cell, geometry, config = frame.cell, frame.geometry, frame.cell.config
-    extents, stored = cost_model.pieces(geometry, config.layout, cell.engine), 0
+    own = frame.pack.manifest.extents if frame.pack is not None and geometry.stored_bytes else None
+    extents, stored = cost_model.pieces(geometry, config.layout, cell.engine, own), 0
     if config.codec != "none":
         stored = cost_model.coded_bytes(geometry) if frame.pack is None else int(frame.pack.mean_stored_bytes)
         extents = (align_up(stored),)

@@ -40,19 +40,21 @@ class StorageUse:
     stored_bytes: int = 0
 
 
-def pieces(geometry: Geometry, layout: str, engine: str) -> tuple[int, ...]:
-    """Bytes of each separate read of one expert, as a random pack of this geometry stores it in ``layout``.
+def pieces(geometry: Geometry, layout: str, engine: str, own: Extents | None = None) -> tuple[int, ...]:
+    """Bytes of each separate read of one expert, as a random pack of this geometry stores it in ``layout``, or as
+    ``own`` does, a pack of other parts.
 
     One aligned extent of whole pages, or what is scattered: in a checkpoint weight, scales and biases of each of the
     three projections (9 ranges at int4, 3 at 16 bits), as in a GGUF file each projection (3 ranges).
     """
     if layout in WHOLE:
         return (geometry.slot_bytes,)
-    parts = random_specs(geometry.hidden, geometry.intermediate, QuantSpec(geometry.quant, geometry.group))
+    if own is None:
+        parts = random_specs(geometry.hidden, geometry.intermediate, QuantSpec(geometry.quant, geometry.group))
+        own = Extents(layout, geometry.layers, geometry.experts, parts)
     # Direct reads move whole pages; a piece that starts anywhere touches half a page more on average at either end.
     beyond = PAGE if engine in DIRECT else 0
-    found = Extents(layout, geometry.layers, geometry.experts, parts).pieces
-    return tuple(align_up(piece.nbytes) if piece.aligned else piece.nbytes + beyond for piece in found)
+    return tuple(align_up(piece.nbytes) if piece.aligned else piece.nbytes + beyond for piece in own.pieces)
 
 
 def coded_bytes(geometry: Geometry) -> int:

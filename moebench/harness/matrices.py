@@ -19,7 +19,7 @@ def by_matrix(geometry: Geometry, trace: Trace, layout: str, codec: str) -> tupl
 
     Raises ``UsageError`` where units are not equal ranges of whole experts on storage.
     """
-    if (layout, codec) != ("packed", "none") or geometry.quant == "int8":
+    if (layout, codec) != ("packed", "none") or geometry.quant not in ("int4", "none"):
         raise UsageError(
             "slots of single matrices need experts stored whole in equal thirds: layout=packed, codec=none, and "
             "quant=int4 or none"

@@ -105,8 +105,8 @@ class ExpertSource(Protocol):
     model: Mapping[str, Any]  # name, config (dict), weights hash; copied into the manifest
 
     def expert(self, layer: int, expert: int) -> dict[str, np.ndarray | LogicalTensor]:
-        """Tensors of one expert by name, in a fixed order of names: fp32 [out, in] or [out], or, where the source is
-        quantised (``quant`` of ``moebench.checkpoint.stored`` says so), kept as they are.
+        """Tensors of one expert by name, in a fixed order of names: fp32 [out, in] or [out]; of a source with a
+        member ``stored`` that is no None (the ``QuantSpec`` of what it holds), the tensors that it holds.
         """
 
     def write_dense(self, path: Path) -> int:

@@ -15,6 +15,7 @@ import xxhash
 from moebench.store.engines import StoreError
 from moebench.store.layout import LogicalTensor, QuantSpec
 
+BLOCK = 1 << 18  # numbers that are divided at once
 WEIGHT_LIMIT = 1e30  # beyond it sums of scale and bias leave the range of bf16
 
 
@@ -22,6 +23,8 @@ def to_bf16(values: np.ndarray) -> np.ndarray:
     """bf16 bits (uint16) of fp32 ``values``, rounded to nearest, ties to even; NaN stays NaN."""
     values = np.ascontiguousarray(values, np.float32)
     bits = values.view(np.uint32)
+    if not (bits & np.uint32(0xFFFF)).any():  # bf16 numbers already
+        return (bits >> 16).astype(np.uint16)
     rounded = ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), ((bits >> 16) | 0x40).astype(np.uint16), rounded)
 
@@ -45,8 +48,10 @@ def quantize(name: str, weights: np.ndarray, spec: QuantSpec) -> LogicalTensor:
     weights = np.asarray(weights, np.float32)
     if weights.ndim not in (1, 2) or weights.size == 0:
         raise StoreError(f"tensor {name}: shape {weights.shape} is neither [out, in] nor [out]")
-    if not np.abs(weights).max() <= WEIGHT_LIMIT:
+    if not (weights.max() <= WEIGHT_LIMIT and weights.min() >= -WEIGHT_LIMIT):
         raise StoreError(f"tensor {name}: holds a weight that is not finite or beyond {WEIGHT_LIMIT:g}")
+    if spec.kind == "stored":
+        raise StoreError(f"tensor {name}: quant=stored keeps a checkpoint's codes, of which plain weights have none")
     if weights.ndim == 1 or spec.kind == "none":
         return LogicalTensor(name, "none", to_bf16(weights))
     if spec.kind == "int8":
@@ -100,8 +105,9 @@ def logical_hash(digests: Sequence[bytes]) -> str:
 
 def _quantize_rows(name: str, weights: np.ndarray) -> LogicalTensor:
     scale = to_bf16(np.abs(weights).max(axis=1) / 127)
-    values = _integers(weights, from_bf16(scale)[:, None], -127, 127)
-    return LogicalTensor(name, "int8", values.astype(np.int8), scale)
+    values = np.empty(weights.shape, np.int8)
+    _integers(weights, None, from_bf16(scale)[:, None], -127, 127, values)
+    return LogicalTensor(name, "int8", values, scale)
 
 
 def _quantize_groups(name: str, weights: np.ndarray, group: int) -> LogicalTensor:
@@ -111,12 +117,23 @@ def _quantize_groups(name: str, weights: np.ndarray, group: int) -> LogicalTenso
     symmetric = ~midpoint_is_exact(scale, bias)
     scale = np.where(symmetric, _round(np.maximum(np.maximum(-low / 8, high / 7), 0)), scale)
     bias = np.where(symmetric, -8 * scale, bias) + np.float32(0)  # no negative zero: bias must come back from z
-    values = _integers(groups - bias[..., None], scale[..., None], 0, 15).astype(np.uint8)
+    values = np.empty(groups.shape, np.uint8)
+    _integers(groups, bias[..., None], scale[..., None], 0, 15, values)
     return LogicalTensor(name, "int4", values.reshape(weights.shape), to_bf16(scale), to_bf16(bias))
 
 
-def _integers(weights: np.ndarray, scale: np.ndarray, lowest: int, highest: int) -> np.ndarray:
-    return np.clip(np.rint(weights / np.where(scale > 0, scale, np.inf)), lowest, highest)
+def _integers(
+    weights: np.ndarray, bias: np.ndarray | None, scale: np.ndarray, lowest: int, highest: int, out: np.ndarray
+) -> None:
+    """Fill ``out`` with (weights - bias) / scale, rounded and clipped, in blocks of rows that stay in the cache."""
+    divisor = np.where(scale > 0, scale, np.inf)
+    step = max(1, BLOCK // weights[0].size)
+    for start in range(0, len(weights), step):
+        rows = slice(start, start + step)
+        part = weights[rows].copy() if bias is None else weights[rows] - bias[rows]
+        part /= divisor[rows]
+        np.rint(part, out=part)
+        out[rows] = np.clip(part, lowest, highest, out=part)
 
 
 def _float_codes(exponent_bits: int, mantissa_bits: int, bias: int) -> np.ndarray:

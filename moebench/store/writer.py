@@ -5,6 +5,7 @@ Knows logical tensors and byte layouts through their contracts only; where weigh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
+from moebench.errors import UsageError
+from moebench.store.ahead import in_order, workers_for
 from moebench.store.coded import encode as encode_expert
 from moebench.store.coded import longest
 from moebench.store.engines import StoreError
@@ -65,8 +68,11 @@ def write_pack(
     """Write ``source`` as a pack, resume an interrupted one, or return the complete one of the same request.
 
     ``order`` lists the expert keys by disk position (layout ``ordered`` only). ``progress(done, total)`` counts
-    experts. Raises ``StoreError`` where something else stands at ``out_dir`` or the disk is full.
+    experts. Raises ``StoreError`` where something else stands at ``out_dir`` or the disk is full, ``UsageError`` where
+    a quantised source would have to be quantised again.
     """
+
+    quant = agreed(source, quant)
 
     def encode(layer: int, expert: int) -> Encoded:
         found = source.expert(layer, expert)
@@ -120,6 +126,19 @@ def write_random_pack(
     model = {"name": "random", "seed": seed, "hidden": hidden, "intermediate": intermediate, "bytes": LAW}
     values = (model, layers, experts, quant, "random", "any", layout, codec, None, SCHEMA)
     return _write(Path(out_dir), values, encode, _write_no_dense, progress)
+
+
+def agreed(source: ExpertSource, quant: QuantSpec) -> QuantSpec:
+    """What a pack's experts are: as asked for, or as the source holds them; no source is quantised twice."""
+    stored, name = getattr(source, "stored", None), source.model["name"]
+    if stored is None and quant.kind == "stored":
+        raise UsageError(
+            f"quant=stored keeps what a quantised checkpoint holds, and {name} is not quantised: say int4, int8 or none"
+        )
+    if stored is not None and quant not in (QuantSpec("stored"), stored):
+        how = f"int4 in groups of {stored.group}" if stored.kind == "int4" else "in a way of its own"
+        raise UsageError(f"quant={quant.kind}: {name} is quantised already, {how}; keep it so with quant=stored")
+    return stored or quant
 
 
 def _write_no_dense(path: Path) -> int:
@@ -208,9 +227,11 @@ def _write_batch(
     done = [length for batch in partial.batches for length in batch["lengths"]]
     end = sum(map(align_up, done))
     facts: dict[str, list[Any]] = {name: [] for name in BATCH_FACTS}
-    for key in keys:
+    # Weights in fp32, their codes and their bytes are in memory together while an expert is in the making.
+    workers = workers_for(2 * sum(4 * math.prod(spec.shape) for spec in first.weights))
+    made = in_order(lambda key: encode(*divmod(key, extents.experts)), keys, workers)
+    for key, encoded in zip(keys, made, strict=True):
         layer, expert = divmod(key, extents.experts)
-        encoded = encode(layer, expert)
         if place_parts(encoded.parts) != extents.tensors or encoded.weights != first.weights:
             raise StoreError(
                 f"layer {layer}, expert {expert}: tensors differ in name, shape or dtype from those of the first"

@@ -36,7 +36,9 @@ class PrepareOptions:
     prompts: str = option("", "JSON-lines file with a field prompt; empty: tinymoe's training items")
     requests: int = option(48, "prompts to answer")
     new_tokens: int = option(64, "tokens of an answer at most")
-    quant: Literal["int4", "int8", "none"] = option("int4", "stored precision of expert weights")
+    quant: Literal["int4", "int8", "none", "stored"] = option(
+        "int4", "stored precision of expert weights; stored: as a quantised checkpoint has them"
+    )
     seed: int = option(1, "seed of tinymoe's items, or the first prompt of a file")
     threads: int = option(1, "threads of torch")
 
