@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,9 +68,9 @@ class Recipe:
     def _run(self, model: Any, tensors: dict[str, list[torch.Tensor]]) -> dict[str, torch.Tensor]:
         if self.converter is None:
             return {self.first: next(iter(tensors.values()))[0]}
-        collected: dict[str, Any] = self.converter.collected_tensors
-        collected.update(tensors)
-        made = self.converter.convert(self.first, model=model, config=model.config)
+        converter: Any = copy(self.converter)  # experts are made by several threads
+        converter.collected_tensors = dict(tensors)
+        made = converter.convert(self.first, model=model, config=model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
@@ -109,7 +110,7 @@ def resolve(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], where
         if target not in wanted and name in wanted:
             target, pattern = name, None
         if target in wanted:
-            recipe = recipes.setdefault(target, Recipe(target, None if pattern is None else _own(owner[pattern])))
+            recipe = recipes.setdefault(target, Recipe(target, owner[pattern] if pattern else None))
             recipe.sources.setdefault(pattern or name, []).append(name)
         elif ignored(target) or ignored(name):
             left_out.append(name)
@@ -126,15 +127,6 @@ def resolve(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], where
     for name, recipe in experts.items():
         _check_experts(where, name, recipe, shapes, tuple(wanted[name].shape))
     return names
-
-
-def _own(converter: WeightConverter) -> WeightConverter:
-    """A converter for one target: it collects tensors."""
-    return converter.copy(
-        list(converter._original_source_patterns),
-        list(converter._original_target_patterns),
-        operations=converter.operations,
-    )
 
 
 def _check_experts(
