@@ -87,13 +87,13 @@ def owner(model: nn.Module, path: str) -> tuple[Any, Any]:
     return model, last
 
 
-def load_dense(model: nn.Module, paths: Mapping[str, nn.Module], config: Mapping[str, Any], file: Path) -> int:
-    """Fill a model, whose switches at ``paths`` were taken out, from ``file``; floats are float32 on a CPU. Returns
+def load_dense(model: nn.Module, paths: Mapping[str, nn.Module], config: Mapping[str, Any], *files: Path) -> int:
+    """Fill a model, whose switches at ``paths`` were taken out, from ``files``; floats are float32 on a CPU. Returns
     the bytes of its parameters as they were stored.
 
     Raises ``BackendError`` naming tensors that are left without a value, or that the model does not have.
     """
-    weights = _plain(mx.load(str(file)))
+    weights = _plain({name: value for file in files for name, value in mx.load(str(file)).items()})
     blocks = [path.rpartition(".")[0] for path in paths]
     if hasattr(model, "sanitize"):
         weights = model.sanitize(weights if "quantization" in config else {**weights, **_stand_ins(paths, config)})
@@ -104,9 +104,9 @@ def load_dense(model: nn.Module, paths: Mapping[str, nn.Module], config: Mapping
     wanted = dict(tree_flatten(model.parameters()))
     for what, names in (("no values for", wanted.keys() - weights.keys()), ("unknown", weights.keys() - wanted.keys())):
         if names:
-            raise BackendError(f"{file}: {what} {', '.join(sorted(names)[:5])} in mlx-lm's {model.model_type}")
+            raise BackendError(f"{files[0]}: {what} {', '.join(sorted(names)[:5])} in mlx-lm's {model.model_type}")
     if odd := [name for name, value in weights.items() if value.shape != wanted[name].shape]:
-        raise BackendError(f"{file}: {odd[0]} is {weights[odd[0]].shape}, mlx-lm's is {wanted[odd[0]].shape}")
+        raise BackendError(f"{files[0]}: {odd[0]} is {weights[odd[0]].shape}, mlx-lm's is {wanted[odd[0]].shape}")
     model.load_weights(list(weights.items()), strict=False)
     if not on_gpu():
         model.set_dtype(mx.float32)

@@ -130,10 +130,10 @@ class MlxBackend(Backend):
         self._memory.retain(kept)
 
     def drafter(self, folder: str | Path) -> Drafter:
-        """The dense model of ``folder``, in this model's dtype."""
+        """The dense model of ``folder``."""
         from moebench.backends.mlx_draft import MlxDrafter
 
-        return MlxDrafter(folder, self._dtype, _vocabulary(self.config))
+        return MlxDrafter(folder, _vocabulary(self.config))
 
     def probe_row_invariance(self) -> dict[str, Any]:
         """Per kernel as it runs now: whether 2 to 33 rows at once give the bits of one by one, and the largest
