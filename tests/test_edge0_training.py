@@ -22,7 +22,9 @@ from moebench.systems.edge0.training import pad, reverse_kl
 LAWS = [
     RoutingLaw("softmax_topk", renormalise=True),
     RoutingLaw("softmax_topk", renormalise=False),
+    RoutingLaw("softmax_topk", renormalise=False, n_group=4, topk_group=2, scale=2.5),
     RoutingLaw("topk_softmax"),
+    RoutingLaw("sparsemixer", renormalise=False, jitter=0.05),
     RoutingLaw("sigmoid_group", renormalise=True, n_group=4, topk_group=2, scale=2.5),
     RoutingLaw("sigmoid_group", renormalise=False, n_group=1, topk_group=1, scale=1.5),
 ]
@@ -48,7 +50,7 @@ def student(family="qwen3_moe", first_token="gate", k=2, **changes):
 def test_the_differentiable_law_is_the_cores_law(law, k, seed):
     rng = np.random.default_rng(seed)
     logits = rng.standard_normal((6, 8)).astype(np.float32)
-    bias = rng.standard_normal(8).astype(np.float32) if law.name == "sigmoid_group" else None
+    bias = rng.standard_normal(8).astype(np.float32) if law.scores else None
     core = law.apply(logits, k, bias)
     given_logits = torch.tensor(logits, requires_grad=True)
     ids, weights = differentiable(law, given_logits, k, None if bias is None else torch.tensor(bias))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moebench.routing import RoutingError, RoutingLaw, law_of_config
+from moebench.routing import LAWS, RoutingError, RoutingLaw, law_of_config
 
 
 def best(values, k):
@@ -22,21 +22,36 @@ def softmax(values):
     return [p / sum(parts) for p in parts]
 
 
+def mixed(row, k, jitter):
+    """SparseMixer: each best expert's share among those left that are near it."""
+    ids, weights = [], []
+    for i in best(row, k):
+        ids.append(i)
+        top = row[i]
+        left = [
+            j
+            for j in range(len(row))
+            if j not in ids[:-1] and not (top != row[j] and (top - row[j]) > 2 * jitter * max(abs(row[j]), top))
+        ]
+        total = sum(math.exp(row[j] - top) for j in left)
+        weights.append(1 / total)
+    return ids, weights
+
+
 def reference(law, row, k, bias):
     """One row of one law in plain Python: (ids, weights)."""
     if law.name == "topk_softmax":
         ids = best(row, k)
         return ids, softmax([row[i] for i in ids])
-    if law.name == "softmax_topk":
-        scores = softmax(row)
-        ids = best(row, k)
-    else:
-        scores = [1 / (1 + math.exp(-v)) for v in row]
-        choice = [s + b for s, b in zip(scores, bias, strict=True)]
-        size = len(row) // law.n_group
-        groups = [sum(sorted(choice[g * size : (g + 1) * size])[-2:]) for g in range(law.n_group)]
-        kept = best(groups, law.topk_group)
-        ids = [i for i in best(choice, len(row)) if i // size in kept][:k]
+    if law.name == "sparsemixer":
+        return mixed(row, k, law.jitter)
+    soft = law.name == "softmax_topk"
+    scores = softmax(row) if soft else [1 / (1 + math.exp(-v)) for v in row]
+    choice = [s + b for s, b in zip(scores, bias, strict=True)]
+    size, counted = len(row) // law.n_group, 1 if soft else 2
+    groups = [sum(sorted(choice[g * size : (g + 1) * size])[-counted:]) for g in range(law.n_group)]
+    kept = best(groups, law.topk_group)
+    ids = [i for i in best(choice, len(row)) if i // size in kept][:k]
     weights = [scores[i] for i in ids]
     if law.renormalise:
         weights = [w / sum(weights) for w in weights]
@@ -49,17 +64,19 @@ quarters = st.integers(-12, 12).map(lambda v: v / 4)
 
 @st.composite
 def cases(draw):
-    name = draw(st.sampled_from(["softmax_topk", "topk_softmax", "sigmoid_group"]))
-    groups = draw(st.integers(1, 3)) if name == "sigmoid_group" else 1
+    name = draw(st.sampled_from(LAWS))
+    scored = name in ("softmax_topk", "sigmoid_group")
+    groups = draw(st.integers(1, 3)) if scored else 1
     experts = groups * draw(st.integers(2, 5))
     kept = draw(st.integers(1, groups))
     k = draw(st.integers(1, kept * (experts // groups)))
     law = RoutingLaw(
         name,
-        renormalise=name == "topk_softmax" or draw(st.booleans()),
+        renormalise=name == "topk_softmax" or (scored and draw(st.booleans())),
         n_group=groups,
         topk_group=kept,
-        scale=draw(st.sampled_from([1.0, 2.5])) if name == "sigmoid_group" else 1.0,
+        scale=draw(st.sampled_from([1.0, 2.5])) if scored else 1.0,
+        jitter=0.125 if name == "sparsemixer" else 0.0,
     )
     rows = draw(st.lists(st.lists(quarters, min_size=experts, max_size=experts), min_size=1, max_size=3))
     return law, rows, k
@@ -69,7 +86,7 @@ def cases(draw):
 @given(cases())
 def test_laws_match_the_reference(case):
     law, rows, k = case
-    bias = np.zeros(len(rows[0]), np.float32) if law.name == "sigmoid_group" else None
+    bias = np.zeros(len(rows[0]), np.float32) if law.scores else None
     routing = law.apply(np.array(rows, np.float32), k, bias)
     assert routing.experts.shape == routing.weights.shape == (len(rows), k)
     assert routing.weights.dtype == np.float32
@@ -112,8 +129,10 @@ def test_every_expert_chosen_in_index_order_when_all_tie():
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        ({"name": "top1"}, "valid: softmax_topk, topk_softmax, sigmoid_group"),
-        ({"name": "softmax_topk", "scale": 2.0}, "belong to sigmoid_group"),
+        ({"name": "top1"}, "valid: softmax_topk, topk_softmax, sigmoid_group, sparsemixer"),
+        ({"name": "topk_softmax", "scale": 2.0}, "belong to softmax_topk and sigmoid_group"),
+        ({"name": "softmax_topk", "jitter": 0.1}, "jitter belongs to sparsemixer"),
+        ({"name": "sparsemixer"}, "renormalise must be off"),
         ({"name": "topk_softmax", "renormalise": False}, "cannot be off"),
         ({"name": "sigmoid_group", "n_group": 2, "topk_group": 3}, "topk_group 3"),
     ],
@@ -128,10 +147,10 @@ def test_wrong_use_is_refused():
     with pytest.raises(RoutingError, match="top-k 7"):
         RoutingLaw("softmax_topk").apply(logits, 7)
     with pytest.raises(RoutingError, match="takes no bias"):
-        RoutingLaw("softmax_topk").apply(logits, 2, np.zeros(6, np.float32))
+        RoutingLaw("topk_softmax").apply(logits, 2, np.zeros(6, np.float32))
     with pytest.raises(RoutingError, match="do not form 4 groups"):
         RoutingLaw("sigmoid_group", n_group=4).apply(logits, 2)
     with pytest.raises(RoutingError, match="exceeds the experts of 1 groups"):
         RoutingLaw("sigmoid_group", n_group=3).apply(logits, 3)
-    with pytest.raises(RoutingError, match="known: qwen3_moe"):
+    with pytest.raises(RoutingError, match=r"known: qwen2_moe, .*phimoe"):
         law_of_config({"model_type": "llama"})

@@ -50,7 +50,7 @@ def test_a_kernel_that_depends_on_the_batch_is_named(pack):
 
 def test_row_invariant_numerics_refuses_at_start(pack, monkeypatch):
     bad = {"sdpa attention": {"equal": False, "max_abs_diff": 0.5, "first_unequal_rows": 4}}
-    monkeypatch.setattr("moebench.backends.torch_model.probe_kernels", lambda model: bad)
+    monkeypatch.setattr("moebench.backends.torch_model.probe_kernels", lambda *given: bad)
     make_backend(pack, dtype="bfloat16", numerics="fast")
     with pytest.raises(BackendError, match="kernel sdpa attention gives other bits for 4 rows"):
         make_backend(pack, dtype="bfloat16", numerics="row_invariant")

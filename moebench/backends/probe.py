@@ -8,19 +8,20 @@ out. Knows tensors; knows no server and no pack.
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from moebench.backends.torch_experts import DTYPES, BackendError, ExpertLayer, combine, expert_modules
-from moebench.backends.torch_geometry import attention_modules, head_shape
+from moebench.backends.torch_experts import DTYPES, BackendError, ExpertLayer, combine, expert_modules, router_module
+from moebench.backends.torch_geometry import alike, attention_modules, head_shape
 from moebench.backends.torch_lora import branch_of
+from moebench.backends.torch_routers import as_rows, outer_router
 from moebench.store.layout import TensorSpec
 
 ROWS = (1, 2, 3, 4, 8, 16, 33)
@@ -47,16 +48,26 @@ def plain_kernels(on: bool) -> Iterator[None]:
         torch.backends.mkldnn.enabled = before
 
 
-def probe_kernels(model: nn.Module) -> dict[str, Any]:
-    """Report by kernel name: ``{"equal": bool, "max_abs_diff": float, "first_unequal_rows": int or None}``."""
+def probe_kernels(model: PreTrainedModel, stateful: Mapping[int, nn.Module], cache_name: str) -> dict[str, Any]:
+    """Report by kernel name: ``{"equal": bool, "max_abs_diff": float, "first_unequal_rows": int or None}``.
+
+    ``stateful`` are the modules with a recurrent or convolution state, by layer. A layer that is neither of these nor
+    attention is an error: nothing would be known of it.
+    """
+    attention = attention_modules(model)
+    known, layers = {*stateful, *(m.layer_idx for m in attention)}, model.config.get_text_config().num_hidden_layers
+    if unknown := set(range(layers)) - known:
+        raise BackendError(f"layer {min(unknown)} of {type(model).__name__} is of a kind that cannot be probed")
     random = torch.Generator().manual_seed(0)
     with torch.inference_mode():
         rowwise = _row_kernels(model, random)
         report = {name: _compare(kernel, width, dtype, random) for name, kernel, width, dtype in rowwise}
-        distinct = {head_shape(module): module for module in attention_modules(model)}
+        distinct = {head_shape(module): module for module in attention}
         for module in distinct.values():
             draws = [dict(_attention(module, random)) for _ in range(4)]
             report |= {name: _verdict([p for draw in draws for p in draw[name]]) for name in draws[0]}
+        for module, _ in alike(stateful):
+            report |= _state(module, model, cache_name, random)
     return report
 
 
@@ -96,13 +107,15 @@ def _row_kernels(model: nn.Module, random: torch.Generator) -> Iterator[tuple[st
     """
     kernels: dict[str, tuple[str, Kernel, int, torch.dtype]] = {}
     dtype = model.get_input_embeddings().weight.dtype
+    routers = {router_module(model, name): outer_router(model, name) for name in expert_modules(model)}
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if weight is not None and not weight.is_meta and weight.dim() <= 2 and not isinstance(module, nn.Embedding):
-            name = f"{type(module).__name__} {_shape(weight)} {str(weight.dtype)[6:]}"
+            called = routers.get(module, module)
+            name = f"{type(called).__name__} {_shape(weight)} {str(weight.dtype)[6:]}"
             if branch := branch_of(module):
                 name += f" with adapter of rank {len(branch.a)}"
-            kernels.setdefault(name, (name, _first_output(module), weight.shape[-1], dtype))
+            kernels.setdefault(name, (name, as_rows(called), weight.shape[-1], dtype))
     yield from kernels.values()
     layers = [m.moebench for m in expert_modules(model).values() if hasattr(m, "moebench")]
     if layers:
@@ -126,18 +139,6 @@ def _random_part(spec: TensorSpec, random: torch.Generator) -> torch.Tensor:
     if spec.dtype == "BF16":
         return torch.randn(spec.shape, generator=random).bfloat16()
     return torch.randint(-128, 128, spec.shape, generator=random, dtype=torch.int8).view(DTYPES[spec.dtype])
-
-
-def _first_output(module: nn.Module) -> Kernel:
-    """The module as a function of rows: a gated norm gates rows by themselves, a router adds no bias."""
-    wanted = inspect.signature(module.forward).parameters
-    unbiased = {"expert_bias": torch.zeros(len(module.weight))} if "expert_bias" in wanted else {}
-
-    def kernel(x: torch.Tensor) -> torch.Tensor:
-        output = module(x, **unbiased, **({"gate": x} if "gate" in wanted else {}))
-        return output[0] if isinstance(output, tuple) else output
-
-    return kernel
 
 
 def _attention(module: nn.Module, random: torch.Generator) -> Iterator[tuple[str, Pairs]]:
@@ -165,6 +166,32 @@ def _attention(module: nn.Module, random: torch.Generator) -> Iterator[tuple[str
     yield name, [(window(0, n), alone[:n]) for n in ROWS]
     alone = torch.cat([window(i, 1, start=PADDING) for i in range(max(ROWS))])
     yield name + PADDED, [(window(0, n, padding=PADDING), alone[:n]) for n in ROWS]
+
+
+def _state(
+    module: nn.Module, model: PreTrainedModel, cache_name: str, random: torch.Generator
+) -> dict[str, dict[str, Any]]:
+    """Windows of one sequence against its positions one by one, and many sequences against each alone."""
+    name = f"{type(module).__name__} of {sum(p.numel() for p in module.parameters())} parameters"
+    parameter = next(p for p in module.parameters() if p.dim() == 2)
+    x = torch.randn(max(ROWS), max(ROWS), parameter.shape[1], generator=random).to(parameter.dtype)
+
+    def run(x: torch.Tensor, *ends: int) -> torch.Tensor:
+        """The passes over [B, S, H] that end at ``ends``, as rows [B * S, H]."""
+        cache = DynamicCache(config=model.config)
+        cuts = zip((0, *ends), ends, strict=False)
+        return torch.cat([module(x[:, first:last], **{cache_name: cache}) for first, last in cuts], 1).flatten(0, 1)
+
+    few = range(1, 7)
+    alone = torch.stack([run(x[i : i + 1], *few) for i in range(len(x))])
+    batches = [(run(x[:n], *few).view(n, *alone.shape[1:]), alone[:n]) for n in ROWS[1:]]
+    windows = run(x[:1], *range(1, len(x) + 1))
+    return {
+        f"{name}, windows": _verdict(
+            [(run(x[:1, :n], *ends), windows[:n]) for n in ROWS[1:] for ends in ((n,), (1, n))]
+        ),
+        f"{name}, batches": _verdict(batches),
+    }
 
 
 def _shape(tensor: torch.Tensor | TensorSpec) -> str:

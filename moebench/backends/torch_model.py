@@ -21,6 +21,7 @@ from moebench.backends.probe import plain_kernels, probe_kernels, require_row_in
 from moebench.backends.torch_experts import BackendError, expert_modules, install, router_module
 from moebench.backends.torch_lora import Installed
 from moebench.backends.torch_ops import TorchOps
+from moebench.backends.torch_routers import selection_biases, settle_routers
 from moebench.backends.torch_source import empty_model, expert_names, float_type, load_model
 from moebench.backends.torch_state import Memory, cache_argument, held_bytes
 from moebench.backends.torch_window import attention_by_path, path_mask
@@ -41,7 +42,7 @@ class TransformersBackend(Backend):
         torch.set_num_threads(threads)
         self.model, self.numerics, self._ops = model, numerics, TorchOps()
         self._cache_name = cache_argument(model)
-        self._memory = Memory(model, self._cache_name)
+        self._memory = Memory(model, self._cache_name, numerics == "row_invariant")
         self.reset(1)
 
     def reset(self, batch: int) -> None:
@@ -78,6 +79,7 @@ class TransformersBackend(Backend):
         positions = np.maximum(step.position, 0).reshape(tokens.shape)
         exact = self.numerics == "row_invariant"
         self._begin(server, None if full else ~step.valid)
+        self._memory.valid = None if full else torch.from_numpy(step.valid.reshape(tokens.shape))
         try:
             with (
                 torch.inference_mode(),
@@ -139,9 +141,7 @@ class TransformersBackend(Backend):
 
     def selection_bias(self) -> dict[int, np.ndarray]:
         """The routers' correction bias, by layer."""
-        routers = [router_module(self.model, name) for name in expert_modules(self.model)]
-        found = {i: getattr(router, "e_score_correction_bias", None) for i, router in enumerate(routers)}
-        return {i: bias.detach().float().numpy() for i, bias in found.items() if bias is not None}
+        return selection_biases(self.model)
 
     def drafter(self, folder: str | Path) -> Drafter:
         """The dense model of ``folder``, in this model's dtype and threads."""
@@ -165,7 +165,7 @@ class TransformersBackend(Backend):
     def probe_row_invariance(self) -> dict[str, Any]:
         """Per kernel: whether 2 to 33 rows at once give the bits of one by one, and the largest difference."""
         with plain_kernels(self.numerics == "row_invariant"):
-            return probe_kernels(self.model)
+            return probe_kernels(self.model, self._memory.modules, self._cache_name)
 
 
 class TorchBackend(TransformersBackend):
@@ -196,6 +196,7 @@ class TorchBackend(TransformersBackend):
             raise BackendError(f"{dense_path} is damaged (hash {found}): remove {folder} and pack again")
         load_dense(model, dense_path)
         self._live = install(model, pack.manifest.tensors, float_type(dtype))
+        settle_routers(model, numerics == "row_invariant")
         self._adapters: Installed | None = None
         super().__init__(model, threads, numerics)
         if numerics == "row_invariant":
@@ -224,8 +225,15 @@ class TorchBackend(TransformersBackend):
 class NativeTorchBackend(TransformersBackend):
     """The unmodified transformers model with its own experts, for reference quality; no server is asked."""
 
-    def __init__(self, folder: str | Path, attention: str = "eager", dtype: str = "bfloat16", threads: int = 1) -> None:
-        super().__init__(load_model(folder, dtype, attention), threads, "fast")
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel,
+        attention: str = "eager",
+        dtype: str = "bfloat16",
+        threads: int = 1,
+    ) -> None:
+        whole = model if isinstance(model, PreTrainedModel) else load_model(model, dtype, attention)
+        super().__init__(whole, threads, "fast")
 
     def adapt(self, adapters: Adapters | None) -> None:
         """Refuse adapters: this model stays as it is."""

@@ -2,14 +2,15 @@
 
 Keys and values of single positions can be taken out. A recurrent or convolution state cannot be cropped: transformers'
 own crop of a cache leaves the recurrent states as they are, which is silently wrong. So while a window is verified the
-layers that carry one run position by position, as in plain decoding, and the state after each is kept.
+layers that carry one run position by position, as in plain decoding, and the state after each is kept. Row-invariant
+numerics runs them so in every pass: what a family computes a prompt's state by gives other last bits than its steps.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from moebench.backends.torch_experts import BackendError
+from moebench.backends.torch_routers import Settled
 
 State = dict[tuple[str, int], torch.Tensor]
 
@@ -29,24 +31,31 @@ def cache_argument(model: PreTrainedModel) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
+def stateful_modules(model: PreTrainedModel, cache_name: str) -> dict[int, nn.Module]:
+    """The modules that carry a recurrent or convolution state, by layer."""
+    layers = DynamicCache(config=model.config).layers
+    stateful = {i for i, layer in enumerate(layers) if type(layer) is LinearAttentionLayer}
+    found: dict[int, nn.Module] = {}
+    for module in model.modules():  # a layer's own module comes after the blocks around it
+        index = getattr(module, "layer_idx", None)
+        if index in stateful and cache_name in inspect.signature(module.forward).parameters:
+            found[index] = module
+    return found
+
+
 class Memory:
     """The layers of one model that remember: which kinds it has, and the states of a window under way."""
 
-    def __init__(self, model: PreTrainedModel, cache_name: str) -> None:
+    valid: torch.Tensor | None = None  # bool [B, W]: which rows of the pass under way are tokens; None: all
+
+    def __init__(self, model: PreTrainedModel, cache_name: str, stepwise: bool) -> None:
         self.name, layers = type(model).__name__, DynamicCache(config=model.config).layers
-        self.kinds = {type(layer) for layer in layers}
-        stateful = {i for i, layer in enumerate(layers) if type(layer) is LinearAttentionLayer}
+        self.kinds, self.stepwise = {type(layer) for layer in layers}, stepwise
         self._states: dict[int, list[State]] | None = None
         self._cache: DynamicCache | None = None
-        found: dict[int, nn.Module] = {}
-        for module in model.modules():  # a layer's own module comes after the blocks around it
-            if (
-                getattr(module, "layer_idx", None) in stateful
-                and cache_name in inspect.signature(module.forward).parameters
-            ):
-                found[module.layer_idx] = module
-        self.untraced = stateful - found.keys()
-        for index, module in found.items():
+        self.modules = stateful_modules(model, cache_name)
+        self.untraced = {i for i, layer in enumerate(layers) if type(layer) is LinearAttentionLayer} - {*self.modules}
+        for index, module in self.modules.items():
             module.forward = partial(self._forward, module.forward, index)
 
     @property
@@ -82,15 +91,22 @@ class Memory:
             self._cache = None
 
     def _forward(self, plain: Any, index: int, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """A stateful layer's forward; in a window one position after another, without the mask that only pads."""
-        if self._cache is None:
+        """A stateful layer's forward, with padding as zeros, which the mask is for; where it has to be, one position
+        after another.
+        """
+        kwargs = {**kwargs, "attention_mask": None}
+        if self.valid is not None:  # a family's own mask leaves single columns out
+            hidden_states = hidden_states * self.valid[..., None]
+        if self._cache is None and not self.stepwise:
             return plain(hidden_states, **kwargs)
-        layer, kwargs = self._cache.layers[index], {**kwargs, "attention_mask": None}
         states, out = [], []
         for at in range(hidden_states.shape[1]):
-            out.append(plain(hidden_states[:, at : at + 1], **kwargs))
-            states.append({name: state.clone() for name, state in _states(layer).items()})
-        self._states[index] = states
+            with Settled(True) if self.stepwise and len(hidden_states) > 1 else nullcontext():
+                out.append(plain(hidden_states[:, at : at + 1], **kwargs))
+            if self._cache is not None:
+                states.append({name: state.clone() for name, state in _states(self._cache.layers[index]).items()})
+        if self._cache is not None:
+            self._states[index] = states
         return torch.cat(out, 1)
 
     @torch.inference_mode()

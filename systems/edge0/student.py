@@ -19,7 +19,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from moebench.backends.torch_experts import expert_modules, expert_parameters, router_module
 from moebench.backends.torch_lora import dense_projections
 from moebench.backends.torch_model import cache_argument
-from moebench.routing import RoutingLaw
+from moebench.routing import RoutingLaw, sparsemixer
 from moebench.store.layout import QuantSpec
 from moebench.store.quant import dequantize, quantize
 from moebench.systems.edge0.heads import HIDDEN, Plan
@@ -44,14 +44,17 @@ def differentiable(law: RoutingLaw, logits: torch.Tensor, k: int, bias: torch.Te
     """``RoutingLaw.apply`` with gradients through the weights: (ids [N, k], weights [N, k])."""
     with torch.no_grad():
         ids = torch.from_numpy(law.apply(logits.float().numpy(), k, None if bias is None else bias.numpy()).experts)
-    if law.name == "sigmoid_group":
-        weights = logits.sigmoid().gather(1, ids)
-        if law.renormalise:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return ids, weights * law.scale
-    if law.renormalise:
+    if law.name == "topk_softmax":
         return ids, logits.gather(1, ids).softmax(-1)
-    return ids, logits.softmax(-1).gather(1, ids)
+    if law.name == "sparsemixer":
+        counted = torch.from_numpy(sparsemixer(logits.detach().float().numpy(), k, law.jitter)[1])
+        shares = logits[:, None].masked_fill(~counted, float("-inf")).softmax(-1)
+        return ids, shares.gather(2, ids[..., None])[..., 0]
+    scores = logits.sigmoid() if law.name == "sigmoid_group" else logits.softmax(-1)
+    weights = scores.gather(1, ids)
+    if law.renormalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + law.epsilon)
+    return ids, weights * law.scale
 
 
 class Head(nn.Module):
