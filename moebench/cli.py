@@ -14,6 +14,7 @@ COMMANDS = {
     "run": "run one system on one machine with one workload; -m sweeps",
     "compare": "run several systems beside a floor, baselines and an oracle",
     "ladder": "where a system's loss comes from, one change at a time",
+    "reproduce": "published claims, run here: published, ours, ratio and verdict",
     "summary": "scores of result files, a line per dataset and a column per system",
     "report": "one self-contained page from result files, with tables as Markdown and CSV",
     "regress": "current results against a baseline, for CI; or where a history changed",
