@@ -21,7 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
 from moebench.backends.torch_experts import BackendError, expert_modules, expert_parameters
-from moebench.store.pack import file_hash
+from moebench.store.hashes import kept_file_hash
 
 # stderr carries moebench's own progress and one line per mistake
 logging.disable_progress_bar()
@@ -162,7 +162,7 @@ def folder_hash(folder: Path) -> str:
     """The ``weights_hash`` of a model folder: names and contents of its safetensors files."""
     digest = xxhash.xxh3_128()
     for path in sorted(folder.glob("*.safetensors")):
-        digest.update(f"{path.name}\0{file_hash(path)}\0".encode())
+        digest.update(f"{path.name}\0{kept_file_hash(path)}\0".encode())
     return digest.hexdigest()
 
 

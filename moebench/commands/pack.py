@@ -52,6 +52,7 @@ def main(words: Sequence[str]) -> int:
     if options is None:
         return 0
     folder = find_model(options.model)
+    from moebench.backends.torch_threads import torch_threads
     from moebench.checkpoint.open import open_source
     from moebench.harness.assets import byte_layout_named
     from moebench.store.pack import MANIFEST
@@ -59,7 +60,7 @@ def main(words: Sequence[str]) -> int:
 
     writable_folder(Path(options.out).parent, f"out={options.out}: folder")
     quant, stood = QuantSpec(options.quant, int(options.group)), (Path(options.out) / MANIFEST).is_file()
-    with progress_bar() as bar:
+    with progress_bar() as bar, torch_threads(1):  # experts are made side by side
         task = bar.add_task("experts", total=None)
 
         def progress(done: int, total: int) -> None:

@@ -139,6 +139,7 @@ def ensure_pack(
     ``order`` is the trace of an ordered pack; the embedded model has one of its own. A pack in ``mlx`` bytes keeps the
     checkpoint's own dense weights.
     """
+    from moebench.backends.torch_threads import torch_threads
     from moebench.checkpoint.open import open_source
     from moebench.store.layout import QuantSpec
     from moebench.store.writer import write_pack
@@ -161,7 +162,7 @@ def ensure_pack(
             return open_kept(out)
         print(f"moebench: packing {name} ({quant}, {layout}, codec {codec}) into {out}", file=sys.stderr)
         source = open_source(folder, dense="checkpoint" if byte_layout == "mlx" else "transformers")
-        with progress_bar() as bar:
+        with progress_bar() as bar, torch_threads(1):  # experts are made side by side
             task = bar.add_task("experts", total=None)
             return write_pack(
                 out,
