@@ -21,24 +21,20 @@ from moebench.store.quant import from_bf16, to_bf16
 
 # Model types whose dense tensors mlx-lm keeps as they are, or renames only.
 RENAMED = (
-    "qwen2_moe", "qwen3_moe", "olmoe", "mixtral", "phimoe", "minimax", "minimax_m2", "granitemoe", "deepseek_v2",
-    "glm4_moe", "dots1", "gpt_oss", "hunyuan_v1_moe",
+    "qwen2_moe", "qwen3_moe", "olmoe", "mixtral", "phimoe", "granitemoe", "deepseek_v2", "glm4_moe", "dots1", "gpt_oss",
 )  # fmt: skip
-LATENT = ("deepseek_v3", "kimi_k2", "glm4_moe_lite", "bailing_hybrid")  # kv_b_proj is two, one of them turned
-SHIFTED = ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text")  # norms have 1 added
+LATENT = ("deepseek_v3", "kimi_k2")  # kv_b_proj is two, one of them turned
+SHIFTED = ("qwen3_next", "qwen3_5_moe")  # norms have 1 added
 CONVOLVED = (*SHIFTED, "lfm2_moe")  # convolutions are [channels, width, 1] instead of [channels, 1, width]
 NORMS = (
     ".input_layernorm.weight", ".post_attention_layernorm.weight", "model.norm.weight", ".q_norm.weight",
     ".k_norm.weight",
 )  # fmt: skip
-RENAMINGS = (  # of whole families or harmless elsewhere: mlx's path to the hub's
-    ("bailing_hybrid", re.compile(r"\.mlp\.gate\.gate_proj$"), ".mlp.gate"),
+RENAMINGS = (  # model type, mlx's path, the hub's
     ("lfm2_moe", re.compile(r"(\.feed_forward)\.gate_proj$"), r"\1.w1"),
     ("lfm2_moe", re.compile(r"(\.feed_forward)\.down_proj$"), r"\1.w2"),
     ("lfm2_moe", re.compile(r"(\.feed_forward)\.up_proj$"), r"\1.w3"),
-    ("qwen3_5_moe", re.compile(r"^language_model\.model\."), "model.language_model."),
-    ("qwen3_5_moe", re.compile(r"^language_model\.lm_head$"), "lm_head"),
-    ("qwen3_5_moe_text", re.compile(r"^language_model\."), ""),
+    ("qwen3_5_moe", re.compile(r"^language_model\."), ""),
 )
 Read = Callable[[int, int | None], np.ndarray]
 

@@ -39,8 +39,8 @@ class MlxSource:
             self.model = {"name": name, "config": checkpoint.config, "weights_hash": digest, "dtype": "bfloat16"}
         if widened := self._stacks.widened:
             print(
-                f"moebench: {checkpoint.folder}: {', '.join(widened)} has other bits in other layers; all are kept "
-                f"in the most of them, with the same weights",
+                f"moebench: {checkpoint.folder}: bits of experts differ in {' and '.join(widened)}; each is kept in "
+                f"the most that it has, with the same weights",
                 file=sys.stderr,
             )
 

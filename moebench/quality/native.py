@@ -53,6 +53,7 @@ class Native:
 def answer(folder: Path, suite: Suite) -> Native:
     """Ask the model of ``folder``, in bf16 with all experts held, everything that ``suite`` asks."""
     from moebench.backends.torch_model import NativeTorchBackend
+    from moebench.checkpoint.whole import load_whole
 
-    loop = Loop(NativeTorchBackend(folder), None, CHUNK)
+    loop = Loop(NativeTorchBackend(load_whole(folder, "bfloat16")), None, CHUNK)
     return Native(suite.run(loop, decoded=False), parity.predict(loop, suite.text(), suite.vocabulary, suite.batch))
