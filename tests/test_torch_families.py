@@ -1,109 +1,224 @@
-"""One experts function computes what transformers computes, for six families; the laws choose as the routers do."""
+"""One experts function computes what transformers computes, for every family: logits, greedy tokens, quantised experts,
+batches, chunks and windows of drafts.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from torch_models import FAMILIES, DictServer, make_backend, make_pack, native_model, run
+from family_checkpoints import FAMILIES, make_checkpoint, native
+from torch_models import DictServer, make_backend, make_pack, run, step_of
 
+from moebench.backends.torch_experts import expert_modules
 from moebench.backends.torch_geometry import geometry_of
 from moebench.backends.torch_source import load_model
+from moebench.draft import Draft
 from moebench.routing import law_of_config
+from moebench.step import VERIFY, Step
+from moebench.store.layout import QuantSpec
+from moebench.systems.edge0.student import dequantise_experts
 
-TOKENS = np.random.default_rng(0).integers(0, 96, (2, 11))
+STORED = {"gpt_oss_mxfp4", "qwen3_moe_fp8"}  # other bytes in the checkpoint, the same arithmetic
+NAMES = sorted(FAMILIES.keys() - STORED)
+TOKENS = np.random.default_rng(0).integers(3, 250, (2, 18))
+LENGTHS = (9, 5)  # of prompts in a batch, the shorter one padded on the left
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+class Family:
+    """One family's tiny model in float32, untouched, and backends over packs of it."""
+
+    def __init__(self, name, folder) -> None:
+        self.name, self.folder, self._made = name, folder, {}
+        self.model = native(name, "float32")
+        self.model.set_experts_implementation("eager")
+
+    def backend(self, dtype="float32", quant="none", numerics="fast"):
+        """(backend, server) made once for each kind."""
+        kind = (dtype, quant, numerics)
+        if kind not in self._made:
+            folder = self.folder / "-".join(kind)
+            folder.mkdir()
+            pack = make_pack(folder, self.model, QuantSpec(quant), dtype)
+            self._made[kind] = make_backend(pack, dtype=dtype, numerics=numerics), DictServer(pack)
+        return self._made[kind]
+
+
+@pytest.fixture(scope="module", params=NAMES)
 def family(request, tmp_path_factory):
-    """(name, logits of the untouched model, backend, server) of one family in fp32."""
-    model = native_model(request.param)
-    with torch.inference_mode():
-        logits = model(torch.from_numpy(TOKENS)).logits.numpy()
-    pack = make_pack(tmp_path_factory.mktemp(request.param), model)
-    return request.param, logits, make_backend(pack), DictServer(pack)
+    return Family(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def test_prefill_and_decode_match_the_untouched_model(family):
-    _, expected, backend, server = family
-    backend.reset(2)
-    got = run(backend, server, TOKENS[:, :8], all_rows=True).reshape(2, 8, -1)
-    np.testing.assert_allclose(got, expected[:, :8], atol=2e-4 * np.abs(expected).max())
-    assert (got.argmax(-1) == expected[:, :8].argmax(-1)).all()
-    for i in range(8, 11):
-        got = run(backend, server, TOKENS[:, i : i + 1], past=[i, i])
-        np.testing.assert_allclose(got, expected[:, i], atol=2e-4 * np.abs(expected).max())
+@torch.inference_mode()
+def untouched(model, tokens=TOKENS, **options):
+    """transformers' own logits [B, W, V] in one pass."""
+    return model(torch.from_numpy(tokens), **options).logits.float().numpy()
 
 
-def test_single_row_decode_matches_the_untouched_model(family):
-    _, expected, backend, server = family
+def feed(backend, server, tokens, cuts, valid=None):
+    """All logits [B, W, V] of ``tokens`` in passes that end at ``cuts``."""
+    backend.reset(len(tokens))
+    valid = np.ones(tokens.shape, bool) if valid is None else valid
+    out = []
+    for first, last in zip((0, *cuts), cuts, strict=False):
+        past = valid[:, :first].sum(1)
+        piece = run(backend, server, tokens[:, first:last], valid=valid[:, first:last], past=past, all_rows=True)
+        out.append(piece.reshape(len(tokens), last - first, -1))
+    return np.concatenate(out, 1)
+
+
+def near(got, expected, share):
+    """Equal within ``share`` of the largest expected number."""
+    np.testing.assert_allclose(got, expected, atol=share * np.abs(expected).max(), rtol=0)
+
+
+def test_logits_are_those_of_the_untouched_model(family):
+    """A prompt at once, in chunks and step by step, of a batch and of one sequence."""
+    expected, one = untouched(family.model), range(1, 19)
+    for tokens, cuts in ((TOKENS, (18,)), (TOKENS, (7, 14, *range(15, 19))), (TOKENS[:1], one)):
+        near(feed(*family.backend(), tokens, list(cuts)), expected[: len(tokens)], 5e-6)
+
+
+def test_padded_batches_are_those_of_the_untouched_model(family):
+    """Prompts of unequal length in chunks, then steps: the same as each in a batch of transformers' own."""
+    width = max(LENGTHS)
+    valid = np.ones(TOKENS.shape, bool)
+    for row, length in enumerate(LENGTHS):
+        valid[row, : width - length] = False
+    position = np.maximum(valid.cumsum(1) - 1, 0)
+    mask = {"attention_mask": torch.from_numpy(valid).long(), "position_ids": torch.from_numpy(position)}
+    expected = untouched(family.model, **mask)
+    sliding = any("Sliding" in type(layer).__name__ for layer in family.backend()[0].cache.layers)
+    for cuts in ([9, *range(10, 19)],) if sliding else ([9, *range(10, 19)], [*range(1, 19)], [4, 8, 9, 10, 18]):
+        got = feed(*family.backend(), TOKENS, cuts, valid)
+        near(got[valid], expected[valid], 5e-6)
+
+
+def test_greedy_tokens_are_those_of_generate(family):
+    backend, server = family.backend()
+    made = family.model.generate(torch.from_numpy(TOKENS[:1]), max_new_tokens=16, do_sample=False)[0, 18:].tolist()
     backend.reset(1)
-    for i in range(11):
-        got = run(backend, server, TOKENS[:1, i : i + 1], past=[i])
-        np.testing.assert_allclose(got, expected[:1, i], atol=2e-4 * np.abs(expected).max())
+    logits, out = run(backend, server, TOKENS[:1]), []
+    for at in range(16):
+        out.append(int(logits.argmax()))
+        logits = run(backend, server, np.array([[out[-1]]]), past=[18 + at])
+    assert out == made
 
 
-def test_expert_parameters_stay_on_meta_and_all_else_is_loaded(family):
-    _, _, backend, _ = family
-    on_meta = {name for name, p in backend.model.named_parameters() if p.is_meta}
-    assert on_meta == {name for name, _ in backend.model.named_parameters() if ".experts." in name}
-    assert not any(b.is_meta for b in backend.model.buffers())
-    held = {p.data_ptr(): p.nbytes for p in (*backend.model.parameters(), *backend.model.buffers()) if not p.is_meta}
-    assert backend.dense_bytes == sum(held.values())
+def test_bf16_logits_are_those_of_the_untouched_model_at_bf16(family):
+    """As near to the model in float32 as transformers' own in bf16 is, and as near to that one as roundings allow."""
+    exact, theirs = untouched(family.model), untouched(native(family.name, "bfloat16"))
+    got = feed(*family.backend("bfloat16"), TOKENS, [18])
+    error, rounding = np.abs(got - exact).mean(), np.abs(theirs - exact).mean()
+    assert error < 1.5 * rounding
+    assert np.abs(got - theirs).mean() < 2 * rounding
+
+
+@pytest.mark.parametrize("quant", ["int8", "int4"])
+def test_quantised_experts_compute_what_their_codes_stand_for(family, quant):
+    """Their kernels take bf16 inputs, so within bf16 of a model whose expert weights are the dequantised ones."""
+    model = native(family.name, "float32")
+    model.set_experts_implementation("eager")
+    dequantise_experts(model, quant)
+    expected = untouched(model)
+    got = feed(*family.backend("float32", quant), TOKENS, [18])
+    chosen = np.abs(got - expected).max(-1) < 0.05 * np.abs(expected).max()  # but where a router's tie fell elsewhere
+    assert chosen.mean() > 0.9
+    assert np.abs(got - expected)[chosen].mean() < 0.004 * np.abs(expected).max()
+    if quant == "int4":  # int8 lies about as far from the model as bf16 does
+        assert np.abs(untouched(family.model) - expected).mean() > 3 * np.abs(got - expected)[chosen].mean()
+
+
+def test_row_invariant_numerics_gives_every_row_the_bits_of_steps(family):
+    """Chunks, windows and equal batches; every kernel in use was probed at start."""
+    backend, server = family.backend("bfloat16", "none", "row_invariant")
+    single = feed(backend, server, TOKENS[:1], range(1, 19))
+    for cuts in ([18], [5, 6, 13, 18]):
+        assert np.array_equal(feed(backend, server, TOKENS[:1], cuts), single)
+    assert np.array_equal(feed(backend, server, TOKENS, [16, 17, 18])[:1], single)
+
+
+def verify(backend, server, tokens, past, parents):
+    """A pass that verifies: the last token and a draft whose nodes have these parents."""
+    draft = Draft(tokens[1:], np.array(parents, np.int32), np.ones(len(parents)))
+    depth = np.concatenate([[0], 1 + draft.depth - draft.depth.min()])
+    plain = step_of(np.ones((1, len(tokens)), bool), [past], VERIFY)
+    position = (past + depth).astype(np.int32)
+    step = Step(0, VERIFY, plain.sequence, position, plain.valid, 0, (draft,))
+    server.begin(step)
+    return backend.forward(step, tokens[None], server, all_rows=True)
+
+
+def test_windows_of_drafts_give_the_bits_of_plain_decoding(family):
+    """A chain everywhere, a tree where all is attention; what was rejected leaves no trace."""
+    backend, server = family.backend("bfloat16", "none", "row_invariant")
+    tokens = TOKENS[0]
+    prompt = 2  # all of it is shorter than the sliding window of 8
+    single = feed(backend, server, tokens[None, :7], range(1, 8))[0]
+    backend.reset(1)
+    run(backend, server, tokens[None, :prompt])
+    wrong = np.array([tokens[2], tokens[3], 7, 9])
+    chain = verify(backend, server, wrong, prompt, [-1, 0, 1])
+    assert np.array_equal(chain[:2], single[2:4])
+    backend.retain(np.array([[True, True, False, False]]))
+    if backend.trees:
+        nodes = np.array([tokens[4], 11, tokens[5]])  # 11 and the right one are siblings
+        branches = verify(backend, server, nodes, 4, [-1, -1])
+        assert np.array_equal(branches[[0, 2]], single[4:6])
+        backend.retain(np.array([[True, False, True]]))
+    else:
+        run(backend, server, tokens[None, 4:6], past=[4])
+    assert np.array_equal(run(backend, server, tokens[None, 6:7], past=[6]), single[None, 6])
 
 
 def test_the_law_chooses_what_the_router_chose(family):
-    name, _, backend, server = family
-    law, seen, native = law_of_config(backend.model.config.to_dict()), {}, {}
-    server.routing = native.setdefault
+    """Best first, with the router's weights, from the router's own logits and bias."""
+    backend, server = family.backend()
+    law, seen, native_routing = law_of_config(backend.model.config.to_dict()), {}, {}
+    server.routing = native_routing.setdefault
     stop = backend.observe_router_logits(lambda layer, logits: seen.setdefault(layer, logits.float().numpy()))
     backend.reset(2)
     run(backend, server, TOKENS)
     stop()
     del server.routing
-    assert len(seen) == len(native) == server_layers(backend)
-    biases = [b.numpy() for n, b in backend.model.named_buffers() if "correction_bias" in n] or [None] * len(seen)
+    biases = backend.selection_bias()
+    assert len(seen) == len(native_routing) == len(expert_modules(backend.model))
     for layer, logits in seen.items():
-        mine = law.apply(logits, native[layer].experts.shape[1], biases[layer])
-        ids, weights = native[layer].experts, native[layer].weights.float().numpy()
-        if name == "deepseek_v3":  # its own top-k is not sorted
-            mine = sort_row(mine.experts, mine.weights)
-            ids, weights = sort_row(ids, weights)
-        else:
-            mine = (mine.experts, mine.weights)
-        np.testing.assert_array_equal(mine[0], ids)
-        np.testing.assert_allclose(mine[1], weights, rtol=1e-5)
+        own = native_routing[layer]
+        mine = law.apply(logits, own.experts.shape[1], biases.get(layer))
+        np.testing.assert_array_equal(mine.experts, own.experts)
+        np.testing.assert_allclose(mine.weights, own.weights.float().numpy(), rtol=1e-5)
 
 
-def sort_row(ids, weights):
-    order = np.argsort(ids, axis=1)
-    return np.take_along_axis(ids, order, 1), np.take_along_axis(weights, order, 1)
+def test_geometry_counts_the_model_and_its_cache(family):
+    backend, server = family.backend()
+    geometry = geometry_of(backend.model.config.to_dict(), family.name, quant="none")
+    parameters = list(backend.model.named_parameters())
+    biases = sum(p.numel() for n, p in parameters if ".experts." in n and n.endswith("bias"))
+    held = geometry.dense_parameters + geometry.keys * geometry.expert_parameters
+    assert held + biases == sum(p.numel() for _, p in parameters)
+    assert (geometry.experts, geometry.layers) == (server.experts, len(expert_modules(backend.model)))
+    assert geometry.dense_layers == backend.model.config.num_hidden_layers - geometry.layers
+    assert geometry.tied == ("lm_head.weight" not in dict(parameters))
+    bf16, server = family.backend("bfloat16")
+    for length in (1, 5):
+        run_of(bf16, server, length)
+        assert bf16.kv_bytes() == length * geometry.kv_bytes_per_token + geometry.fixed_state_bytes
 
 
-def server_layers(backend):
-    return sum(name.endswith(".experts") for name, _ in backend.model.named_modules())
-
-
-def test_geometry_counts_the_model(family):
-    name, _, backend, server = family
-    geometry = geometry_of(backend.model.config.to_dict(), name, quant="none")
-    parameters = sum(p.numel() for p in backend.model.parameters())
-    biases = sum(p.numel() for n, p in backend.model.named_parameters() if ".experts." in n and n.endswith("bias"))
-    assert geometry.dense_parameters + geometry.keys * geometry.expert_parameters + biases == parameters
-    assert geometry.experts == server.experts
-    assert geometry.layers == server_layers(backend)
+def run_of(backend, server, length):
     backend.reset(1)
-    run(backend, server, TOKENS[:1, :5])
-    assert backend.kv_bytes() == 5 * 2 * geometry.kv_bytes_per_token  # fp32 here, bf16 in the geometry
+    run(backend, server, TOKENS[:1, :length])
 
 
-def test_bf16_keeps_what_the_family_keeps_in_float32(tmp_path):
-    """DeepSeek's router stays float32 in a bf16 model, as from_pretrained keeps it; the source is left alone."""
-    model = native_model("deepseek_v3")
-    model.save_pretrained(tmp_path / "tiny")
-    backend = make_backend(make_pack(tmp_path, model, dtype="bfloat16"), dtype="bfloat16")
-    native = load_model(tmp_path / "tiny", "bfloat16").state_dict()
-    ours = {n: t for n, t in backend.model.state_dict().items() if not t.is_meta}
-    assert {n: t.dtype for n, t in ours.items()} == {n: native[n].dtype for n in ours}
-    assert all(torch.equal(t, native[n]) for n, t in ours.items())
-    assert {t.dtype for t in model.state_dict().values()} == {torch.float32}
+def test_all_but_experts_is_loaded_as_from_pretrained_does(family, tmp_path):
+    """Every dense tensor and every buffer in the dtype and with the bits of transformers; experts stay on meta."""
+    backend, _ = family.backend("bfloat16")
+    theirs = load_model(make_checkpoint(family.name, tmp_path / "tiny", dtype="float32"), "bfloat16")
+    tensors = {**dict(theirs.named_parameters()), **dict(theirs.named_buffers())}
+    ours = {**dict(backend.model.named_parameters()), **dict(backend.model.named_buffers())}
+    assert ours.keys() == tensors.keys()
+    for name, tensor in ours.items():
+        assert tensor.is_meta == (".experts." in name)
+        assert tensor.dtype == tensors[name].dtype, name
+        assert tensor.is_meta or torch.equal(tensor, tensors[name]), name
