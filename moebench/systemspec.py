@@ -97,15 +97,22 @@ class RunContext:
 class Published:
     """Figures that others published for this system, shown beside the row of the same machine and model.
 
-    ``metrics`` maps a metric's name to (value, source); ``setting`` says under which conditions, ``where(knobs,
-    run)`` whether a run's options (of the system, and its ``RunConfig``) are those.
+    ``metrics`` maps a metric's name to (value, source), or to the name of a claim of ``configs/claims`` that has both;
+    ``setting`` says under which conditions, ``where(knobs, run)`` whether a run's options (of the system, and its
+    ``RunConfig``) are those.
     """
 
     hw: str
     model: str
-    metrics: Mapping[str, tuple[float, str]]
+    metrics: Mapping[str, tuple[float, str] | str]
     setting: str
     where: Callable[[Any, Any], bool] = field(default=lambda knobs, run: True)
+
+    def figures(self) -> dict[str, tuple[float, str]]:
+        """Value and source by metric, those of claims looked up."""
+        from moebench.claimfiles import figure
+
+        return {name: figure(found, name) if isinstance(found, str) else found for name, found in self.metrics.items()}
 
 
 @dataclass(frozen=True)

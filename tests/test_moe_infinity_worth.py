@@ -197,7 +197,7 @@ def test_it_says_what_it_is():
         assert found.where(own, SimpleNamespace(quant="none"))
         assert not found.where(own, SimpleNamespace(quant="int4"))
         assert not found.where(MoeInfinityConfig(), SimpleNamespace(quant="none"))
-        (value, source) = found.metrics["decode_tok_s"]
+        (value, source) = found.figures()["decode_tok_s"]
         assert 1 / value == pytest.approx(float(source.rpartition(": ")[2]))
     assert isinstance(spec.make(options(prefetch=False), replace_run()), MoeInfinity)
 

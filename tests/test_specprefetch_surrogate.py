@@ -13,13 +13,13 @@ from specprefetch_fixtures import held_out
 
 from moebench.errors import UsageError
 from moebench.step import ABSENT, DECODE
-from moebench.systems.specprefetch.equipment import MEASURED
+from moebench.systems.specprefetch.equipment import measured
 from moebench.systems.specprefetch.surrogate import chances, predicted
 from moebench.trace.importers import import_npz
 from moebench.trace.synthetic import SyntheticSpec, synthesize
 
 FOLDER = Path(os.environ.get("MOEBENCH_TRACES", Path(__file__).parents[2] / "shared" / "traces"))
-ADAPTER = MEASURED[""][1]["adapter"]
+ADAPTER = measured("", "adapter")[1]
 
 
 def real(name):
@@ -43,7 +43,7 @@ def recalls(trace, channel):
 
 
 @pytest.mark.parametrize(
-    "recall", [ADAPTER, MEASURED["deepseek-vl2-tiny"][1]["gate"], (0.3, 0.5, 0.55), (0.5, 1.0, 1.0)]
+    "recall", [ADAPTER, measured("deepseek-vl2-tiny", "gate")[1], (0.3, 0.5, 0.55), (0.5, 1.0, 1.0)]
 )
 def test_recall_is_the_asked_one(trace, recall):
     found = recalls(trace, predicted(trace, recall, seed=1))

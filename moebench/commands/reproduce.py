@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from moebench import claims as published
+from moebench import claimfiles as published
 from moebench.claims import Arm
 from moebench.commands.places import writable_folder
 from moebench.commands.words import parse

@@ -80,6 +80,7 @@ def _of_cell(cell: Cell, row: Row) -> dict[str, float]:
     stall, reads = (row.metrics[name].value for name in ("stall_ms_per_token", "reads_per_token"))
     if cell.clock == "virtual" and stall is not None and reads is not None:
         found["blocked_ms"] = stall + reads * cell.profile.constants(_stack(cell)).per_load_ms
+        found["blocked_share"] = 100 * found["blocked_ms"] / sum(row.details["split_ms_per_token"].values())
     return found
 
 
@@ -154,6 +155,8 @@ def _size(options: Mapping[str, Any], shape: Geometry, registry: Registry) -> di
     dense = 3 * shape.hidden * shape.dense_intermediate * shape.dense_layers
     routed = shape.layers * shape.top_k * shape.expert_parameters
     return {
+        "layers": shape.layers,
+        "top_k": shape.top_k,
         "touched_mb": touched / 1e6,
         "touched_gb": touched / GB,
         "expert_mib": shape.expert_bytes / MIB,

@@ -74,7 +74,7 @@ def published_rows(spec: SystemSpec, config: RunConfig, model: str) -> list[Row]
 
 def _published_row(spec: SystemSpec, config: RunConfig, found: Published) -> Row:
     metrics = {name: metric(name, None, None, 0, "the publication does not report it") for name in figures.TABLE}
-    for name, (value, source) in found.metrics.items():
+    for name, (value, source) in found.figures().items():
         metrics[name] = metric(name, value, "published", source=source)
     return Row(
         system=spec.id,

@@ -119,6 +119,11 @@ def gaps(claim: Claim, ours: float, own: Mapping[str, float], other: Mapping[str
         return _stall(own, ours, end)
     if claim.metric in ("ssd_mib_per_token", "read_gb_per_token", "reads_per_token"):
         return _traffic(own, end / ours)
+    if claim.metric in ("touched_mb", "touched_gb"):
+        return [
+            f"{number(own['layers'])} layers x {number(own['top_k'])} experts x {number(own['expert_mib'])} MiB; the "
+            f"published is {number(own['layers'] * own['top_k'] * end / ours)} experts"
+        ]
     if claim.metric in ("allocator_peak_gib", "peak_active_gib"):
         return _memory(ours, own, end)
     return []

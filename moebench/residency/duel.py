@@ -50,8 +50,8 @@ def duel(todo: Events, first: str, second: str, slots: int, scope: str = "per_la
     made: list[_Duel] = []
 
     def build(*sizes: int, **where: Any) -> Policy:
-        pair = (make_policy(name, *sizes, **where) for name in (first, second))
-        made.append(_Duel(*pair, Belady(*sizes, **where, future=todo.keys)))
+        one, two = (make_policy(name, *sizes, **where) for name in (first, second))
+        made.append(_Duel(one, two, Belady(*sizes, **where, future=todo.keys)))
         return made[0]
 
     replay(todo, build, slots, scope)

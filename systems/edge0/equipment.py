@@ -1,6 +1,6 @@
 """What Edge0 brings to a run: trained files for a model that computes, a recorded or surrogate prediction for a replay.
 
-Also every figure taken from the paper: what it serves, and what it reports.
+Also what the paper serves; what it reports stands in ``configs/claims``.
 """
 
 from __future__ import annotations
@@ -62,15 +62,14 @@ def published_setting(config: Edge0Config, run: Any) -> bool:
     return config.prerouter and config.lora and config.k in (0, 4) and run.quant == "int4"
 
 
-FIGURES = f"{PAPER} and its README"
 PUBLISHED = (
     Published(
         "m4pro",
         "qwen3.6-35b-a3b",
         {
-            "decode_tok_s": (20.4, f"{FIGURES}, M4 Pro 24 GB, short context"),
-            "allocator_peak_gib": (2.9, f"{FIGURES}: the allocator's high-water mark, there called peak active memory"),
-            "quality_delta": (-3.9, f"{FIGURES}: mean over AIME, HumanEval, GPQA, MMLU-Pro, IFBench, to fp16"),
+            "decode_tok_s": "edge0_m4pro_tok_s",
+            "allocator_peak_gib": "edge0_m4pro_allocator",
+            "quality_delta": "edge0_m4pro_quality",
         },
         "K=4 with prerouter and LoRA, page cache holding the model, 64 expert slots beside the staged ones",
         published_setting,
@@ -79,10 +78,10 @@ PUBLISHED = (
         "m2_16gb",
         "qwen3.6-35b-a3b",
         {
-            "decode_tok_s": (6.4, f"{PAPER}, prerouter on, K=4, M2 16 GB, median of 3 rounds"),
-            "allocator_peak_gib": (2.60, f"{PAPER}, prerouter on, K=4: the allocator's high-water mark"),
-            "stall_ms_per_token": (101.9, f"{PAPER}, prerouter on, K=4: main thread blocked on loads"),
-            "ssd_mib_per_token": (58.9, f"{PAPER}, prerouter on, K=4: MiB read per step"),
+            "decode_tok_s": "edge0_m2_k4_on_tok_s",
+            "allocator_peak_gib": "edge0_m2_k4_on_allocator",
+            "stall_ms_per_token": "edge0_m2_k4_on_stall",
+            "ssd_mib_per_token": "edge0_m2_k4_on_mib",
         },
         "K=4, replayed tokens, checkpoint larger than memory; blocked time includes the host's time per load; prerouter"
         " off: 3.5 tok/s, 244.0 ms blocked",

@@ -1,6 +1,6 @@
 """What SpecPrefetch brings to a run: adapters for a model that computes, recorded or made-up predictions for a replay.
 
-Also every figure taken from the paper: what it predicts how well, and what it reports.
+How well the paper predicts, and what it reports, stands in ``configs/claims``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moebench.artefact import read_header
+from moebench.claimfiles import figure
 from moebench.errors import UsageError
 from moebench.step import ABSENT, DECODE
 from moebench.systems.specprefetch import artefact as artefacts
@@ -28,26 +29,31 @@ if TYPE_CHECKING:
 PAPER = "arXiv 2607.24787"
 FP16 = 2
 RANK = 32  # the paper's second version counts the parameters of rank 32
-# Recall at K/2, K, K+2 on GSM8K, the paper's text data: its adapters, and FATE, which replays the next router.
-MEASURED = {
-    "deepseek-vl2-tiny": ("DeepSeek-VL2-Tiny", {"adapter": (0.4836, 0.8435, 0.9247), "gate": (0.4862, 0.8466, 0.9307)}),
-    "": ("Qwen3-VL-30B-A3B", {"adapter": (0.4883, 0.8560, 0.9231), "gate": (0.4751, 0.8140, 0.8838)}),
-}
+# Whose recall on GSM8K, the paper's text data, stands for a model: of its adapters, and of FATE, which replays the
+# next router.
+MEASURED = {"deepseek-vl2-tiny": ("DeepSeek-VL2-Tiny", "deepseek"), "": ("Qwen3-VL-30B-A3B", "qwen3")}
 
 
-def _published(value: float, what: str, where: Callable[[SpecPrefetchConfig, Any], bool]) -> Published:
-    source = f"{PAPER}, device table: {what}, cold storage, 4 bit"
+def measured(model: str, kind: str) -> tuple[str, tuple[float, ...]]:
+    """Whose recall a surrogate for ``model`` has, and its recall at K/2, K and K+2, of ``kind`` adapter or gate."""
+    who, claim = MEASURED.get(model, MEASURED[""])
+    name = f"specprefetch_{'fate_' if kind == 'gate' else ''}{claim}"
+    return who, tuple(figure(f"{name}_{at}", "")[0] for at in ("half", "k", "k2"))
+
+
+def _published(claim: str, what: str, where: Callable[[SpecPrefetchConfig, Any], bool]) -> Published:
     setting = f"{what}, experts cold on storage"
-    return Published("snapdragon_8_elite", "deepseek-vl2-tiny", {"decode_tok_s": (value, source)}, setting, where)
+    return Published("snapdragon_8_elite", "deepseek-vl2-tiny", {"decode_tok_s": claim}, setting, where)
 
 
 PUBLISHED = (
     _published(
-        4.055, "adapters with M_max = 8 (+-0.129)", lambda knobs, run: knobs.mode == "adapter" and knobs.m in (0, 8)
+        "specprefetch_m8_tok_s", "adapters with M_max = 8 (+-0.129)",
+        lambda knobs, run: knobs.mode == "adapter" and knobs.m in (0, 8),
     ),
-    _published(3.753, "no prefetch", lambda knobs, run: knobs.mode == "off"),
-    _published(3.733, "predictor alone (-0.53 %)", lambda knobs, run: knobs.mode == "pred0"),
-)
+    _published("specprefetch_off_tok_s", "no prefetch", lambda knobs, run: knobs.mode == "off"),
+    _published("specprefetch_pred0_tok_s", "predictor alone (-0.53 %)", lambda knobs, run: knobs.mode == "pred0"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,8 +175,8 @@ def _surrogate(config: SpecPrefetchConfig, target: Target, name: str, lag: int) 
             f"nobody published the recall of adapters={config.adapters} base={config.base}; replay a trace that holds"
             f" {name} (moebench trace record system=specprefetch)"
         )
-    who, recalls = MEASURED.get(target.geometry.name, MEASURED[""])
-    recall = tuple(value * (1.0 if lag == 1 else LAG_2) for value in recalls[kind])
+    who, recalls = measured(target.geometry.name, kind)
+    recall = tuple(value * (1.0 if lag == 1 else LAG_2) for value in recalls)
     source = f"{PAPER}: {'its adapters' if kind == 'adapter' else 'FATE, which replays the router'}, {who}, GSM8K"
     if lag > 1:
         source += f"; times {LAG_2:.3f} two layers ahead (DimitriChrysafis/moe-prefetch)"
