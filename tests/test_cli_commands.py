@@ -235,7 +235,7 @@ def test_statistics_hold_the_hit_rate_of_every_policy(capsys):
     for policy, by_share in rates.items():
         (line,) = [line for line in shown if line.split()[:1] == [policy]]
         assert line.split()[1:] == [f"{rate:.3f}" for rate in by_share.values()]
-        assert list(by_share) == ["0.125", "0.25", "0.375", "0.5"]
+        assert list(by_share) == ["0.125", "0.25", "0.375", "0.5", "0.75"]
         assert all(rates["belady"][share] >= by_share[share] for share in by_share if policy in CAUSAL)
 
 
@@ -249,6 +249,25 @@ def test_hit_rates_are_counted_on_the_first_tokens_and_can_be_left_out(capsys):
     assert (found[30]["hit_rate_tokens"], found[1000]["hit_rate_tokens"]) == (30, 64)
     assert found[30]["hit_rate"] != found[1000]["hit_rate"]
     assert main(["trace", "stats", "path=a.safetensors", "cached=-1"]) == 2
+    assert main(["trace", "stats", "path=a.safetensors", "cached=0", "scope=shared"]) == 2
+    assert main(["trace", "stats", "path=a.safetensors", "shares=0,0.5"]) == 2
+    assert main(["trace", "stats", "path=a.safetensors", "shares=0.125", "scope=shared"]) == 0
+    own = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert list(own["hit_rate"]["lru"]) == ["0.125"]
+    assert own["hit_rate"]["lru"]["0.125"] != found[1000]["hit_rate"]["lru"]["0.125"]
+
+
+def test_gaps_of_a_recording_are_shown(capsys):
+    Path("a.csv").write_text("token,layer,experts\n3,0,1\n4,0,2\n")
+    words = ["path=a.csv", "out=t.safetensors", "format=csv", "experts=4", "model=toy", "native_top_k=2", "layers=2"]
+    assert main(["trace", "import", *words]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    gaps = json.loads(shown[-1])["gaps"]
+    assert len(gaps) == 3
+    assert main(["trace", "stats", "path=t.safetensors"]) == 0
+    again = capsys.readouterr().out.splitlines()
+    for lines in (shown, again):
+        assert [line for line in lines if line.startswith("gap: ")] == [f"gap: {gap}" for gap in gaps]
 
 
 @dataclass(frozen=True)

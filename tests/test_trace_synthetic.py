@@ -149,9 +149,17 @@ def test_statistics_of_a_trace_known_by_hand():
     found = statistics(trace)
     assert found["overlap"]["1"] == pytest.approx(2 / 5)  # 1 of 2, 1 of 1, 0 of 2
     assert found["overlap"]["4"] is None
-    assert found["unique_experts"] == {"1": pytest.approx(7 / 4), "8": None, "32": None, "128": None}
+    assert found["unique_experts"]["1"] == pytest.approx(7 / 4)
+    assert found["unique_experts"]["2"] == pytest.approx((3 + 3) / 2)  # 0, 1, 2 and 0, 1, 3
+    assert found["unique_experts"]["8"] is None
+    assert found["unique_experts_in_batch"]["1"] == pytest.approx(7 / 4)
+    assert found["unique_experts_in_batch"]["2"] is None, "there is one sequence"
     assert found["reuse_distance"]["p50"] == 1  # distances 1, 1, 3
     assert found["reuse_distance"]["p99"] == 3
+    assert found["reuse_distance"]["within"]["2"] == pytest.approx(2 / 7)
+    assert found["next_token"]["repeat"] == pytest.approx(2 / 5)
+    assert found["popularity"]["gini"] == pytest.approx((2 * (12 * 3 + 11 * 2 + 10 + 9) / 7 - 13) / 12)
+    assert found["popularity"]["unused"] == pytest.approx(8 / 12)
     assert top_share(trace, 0.25) == pytest.approx(6 / 7)  # the busiest 3 of 12: 1 thrice, 0 twice, one more
 
 

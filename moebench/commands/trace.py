@@ -12,14 +12,13 @@ from typing import Literal
 from moebench import geometry
 from moebench.checkpoint.hub import find_model
 from moebench.commands.places import writable_file
+from moebench.commands.trace_stats import stats
 from moebench.commands.words import build, describe, parse
 from moebench.config import option
 from moebench.errors import UsageError, unknown
 from moebench.plugins import load_plugins
 from moebench.progress import progress_bar
-from moebench.trace.format import Trace, load
-
-SHARES = (0.125, 0.25, 0.375, 0.5)  # of all experts, held in equal parts per layer
+from moebench.trace.format import Trace
 
 
 @dataclass(frozen=True)
@@ -29,30 +28,29 @@ class ImportOptions:
     path: str = dataclasses.field(metadata={"help": "recording to read"})
     out: str = dataclasses.field(metadata={"help": "trace file to write"})
     format: Literal["npz", "csv", "jsonl"] = option(
-        "npz", "npz has meta.json beside it; csv and jsonl have a row per token"
+        "npz", "npz has meta.json beside it; csv and jsonl have a row per token and layer and may be gzipped"
     )
     experts: int = option(0, "experts per layer, needed for csv and jsonl")
     model: str = option("", "name of the model that was recorded, needed for csv and jsonl")
     source: str = option("", "where the recording comes from, kept in the trace")
+    native_top_k: int = option(0, "experts that the model itself takes per token, where the rows may hold fewer")
+    layers: int = option(0, "MoE layers of the model; layers without rows then stay absent, else they have no place")
+    first_layer: int = option(-1, "id of the first MoE layer, where it has no rows itself")
 
     def __post_init__(self) -> None:
-        given = {"experts=N": self.experts > 0, "model=NAME": bool(self.model), "source=TEXT": bool(self.source)}
+        given = {
+            "experts=N": self.experts > 0,
+            "model=NAME": bool(self.model),
+            "source=TEXT": bool(self.source),
+            "native_top_k=N": self.native_top_k > 0,
+            "layers=N": self.layers > 0,
+            "first_layer=N": self.first_layer >= 0,
+        }
         if self.format == "npz" and any(given.values()):
-            raise UsageError(f"trace import: format=npz takes {', '.join(given)} from its meta.json")
+            named = ", ".join(name for name, is_given in given.items() if is_given)
+            raise UsageError(f"trace import: format=npz takes {named} from its meta.json")
         if self.format != "npz" and not (given["experts=N"] and given["model=NAME"]):
             raise UsageError(f"trace import: format={self.format} needs experts=N and model=NAME, which no row says")
-
-
-@dataclass(frozen=True)
-class StatsOptions:
-    """A trace to describe."""
-
-    path: str = dataclasses.field(metadata={"help": "trace file"})
-    cached: int = option(1000, "tokens, from the first, that hit rates by policy are counted on; 0 leaves them out")
-
-    def __post_init__(self) -> None:
-        if self.cached < 0:
-            raise UsageError(f"trace stats: cached must be at least 0, got {self.cached}")
 
 
 @dataclass(frozen=True)
@@ -77,39 +75,15 @@ def _import(words: Sequence[str]) -> int:
     options = parse(words, ImportOptions, "trace import")
     if options is None:
         return 0
-    from moebench.trace import importers
+    from moebench.trace import importers, rows
 
     writable_file(options.out)
     if options.format == "npz":
         return _save(importers.import_npz(options.path), options.out)
-    read = importers.import_csv if options.format == "csv" else importers.import_jsonl
+    read = rows.import_csv if options.format == "csv" else rows.import_jsonl
     known = {"model": options.model, "source": options.source or Path(options.path).name}
-    return _save(read(options.path, options.experts, known), options.out)
-
-
-def _stats(words: Sequence[str]) -> int:
-    options = parse(words, StatsOptions, "trace stats")
-    if options is None:
-        return 0
-    from moebench.residency.replay import hit_rates
-    from moebench.trace.stats import statistics
-
-    trace = load(options.path)
-    numbers = statistics(trace)
-    for name, value in numbers.items():
-        if not isinstance(value, list):
-            print(f"{name:<20} {json.dumps(value)}")
-    if options.cached:
-        rows = slice(0, options.cached)
-        columns = (trace.experts[rows], trace.phase[rows], trace.sequence[rows], trace.position[rows])
-        start = Trace(*columns, metadata=trace.metadata)
-        numbers |= {"hit_rate": hit_rates(start, SHARES), "hit_rate_tokens": start.tokens}
-        print(f"{f'hit rate, {start.tokens} tokens, share held':<40}" + "".join(f"{s:>8}" for s in SHARES))
-        for policy, rates in numbers["hit_rate"].items():
-            cells = ["-" if rate is None else f"{rate:.3f}" for rate in rates.values()]
-            print(f"  {policy:<38}" + "".join(f"{cell:>8}" for cell in cells))
-    print(json.dumps(numbers, sort_keys=True, separators=(",", ":")))
-    return 0
+    shape = rows.Shape(options.experts, options.native_top_k, options.layers, options.first_layer)
+    return _save(read(options.path, shape, known), options.out)
 
 
 def _synth(words: Sequence[str]) -> int:
@@ -161,13 +135,16 @@ def _save(trace: Trace, out: str) -> int:
     path = trace.save(Path(out).expanduser())
     shape = {"tokens": trace.tokens, "layers": trace.layers, "experts": trace.expert_count, "top_k": trace.top_k}
     print(f"wrote {path}: {', '.join(f'{value} {name}' for name, value in shape.items())}")
-    print(json.dumps({"path": str(path), "hash": trace.hash, **shape}, separators=(",", ":")))
+    gaps = list(trace.metadata.get("gaps", []))
+    for gap in gaps:
+        print(f"gap: {gap}")
+    print(json.dumps({"path": str(path), "hash": trace.hash, **shape, "gaps": gaps}, separators=(",", ":")))
     return 0
 
 
 SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "import": _import,
     "record": _record,
-    "stats": _stats,
+    "stats": stats,
     "synth": _synth,
 }

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from moebench.jit import compile_all
+
 PROTECTED = 1 << 62
 LRU, LFU, DECAYED_LFU, SLRU, RANDOM, BELADY = range(6)
 HITS, EVICTIONS, REFETCHES, DECODE_REQUESTS, DECODE_HITS, LOGGED = range(6)  # what ``drive`` counts
@@ -315,13 +317,6 @@ def gather(experts, starts, count, flat, cuts, layers, steps):
 
 @cache
 def compiled() -> dict[str, Callable[..., Any]]:
-    """``drive`` and ``gather`` in machine code, free of the interpreter's lock."""
-    from numba import njit
-    from numba.extending import register_jitable
-
-    for inner in (lru, lfu, decayed_lfu, slru, belady, scattered, lift, sink, remove, insert, refile, drawn):
-        register_jitable(inner)
-    try:
-        return {function.__name__: njit(nogil=True, cache=True)(function) for function in (drive, gather)}
-    except RuntimeError:  # neither this folder nor the user's own may be written: compiled anew by each process
-        return {function.__name__: njit(nogil=True)(function) for function in (drive, gather)}
+    """``drive`` and ``gather`` in machine code."""
+    laws = (lru, lfu, decayed_lfu, slru, belady, scattered)
+    return compile_all((drive, gather), (*laws, lift, sink, remove, insert, refile, drawn))
