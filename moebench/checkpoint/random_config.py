@@ -51,6 +51,10 @@ def configure(card: ModelCard, layers: int, experts: int, quant: str) -> dict[st
         "num_experts": experts,
         "num_experts_per_tok": shape.top_k,
         "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
         "max_position_embeddings": 32768,
         **ALWAYS,
     }

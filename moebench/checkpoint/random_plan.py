@@ -113,8 +113,7 @@ def _initialise_small(model: PreTrainedModel, but: set[int], seed: int) -> None:
             if small or buffers:
                 model._init_weights(module)
             for name in small:  # what no rule names is a scale or an offset that changes nothing
-                value = module._parameters[name]
-                value.nan_to_num_(nan=1.0 if name.endswith(("weight", "scale")) else 0.0)
+                module.get_parameter(name).nan_to_num_(nan=1.0 if name.endswith(("weight", "scale")) else 0.0)
 
 
 def _stacked(state: Mapping[str, torch.Tensor], modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -157,7 +157,9 @@ class _Maker:
             rows = router_rows(self.shares, tensor.shape[1], self.seed, tensor.layer)
             yield to_bf16(rows).reshape(-1) if tensor.dtype == "BF16" else rows.reshape(-1)
         elif tensor.kind == "ids":
-            yield chosen_by_token(*tensor.shape, self.plan.experts, self.seed).astype(f"<{_INTEGERS[tensor.dtype]}")
+            yield chosen_by_token(tensor.shape[0], tensor.shape[1], self.plan.experts, self.seed).astype(
+                f"<{_INTEGERS[tensor.dtype]}"
+            )
         else:
             widened = tensor.dtype == "F32"
             elements = tensor.nbytes // (4 if widened else 2)
