@@ -87,7 +87,7 @@ def distil(
         for window in recipe.batch(step, len(ids)):  # one at a time: the logits of a window are large
             loss = loss_of(student, dense, torch.from_numpy(ids[window : window + 1])) / recipe.windows
             loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss)
+            total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(trained.values(), CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

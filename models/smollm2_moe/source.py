@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import tempfile
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ def _checked(file: Path, found: str) -> Weights:
 
 
 def load(file: Path) -> tuple[Any, Any]:
-    """(LlamaForCausalLM in fp32 on the CPU, tokenizer) of a GGUF file, with eager attention off the network."""
+    """(LlamaForCausalLM in fp32 on the CPU, tokenizer) of a GGUF file."""
     if importlib.util.find_spec("gguf") is None:
         raise UsageError("reading GGUF needs the package gguf: pip install 'moebench[gguf]'")
     import torch
@@ -96,8 +97,9 @@ def load(file: Path) -> tuple[Any, Any]:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     where = {"gguf_file": file.name, "local_files_only": True}
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, **where)
-    dense = LlamaForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **where)
+    with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):  # the reader's own bars cannot be switched off
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, **where)
+        dense = LlamaForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **where)
     for name in ("quantization_config", "_name_or_path"):  # what would keep it from being saved, or says a path
         vars(dense.config).pop(name, None)
     return copy_of(dense), tokenizer
