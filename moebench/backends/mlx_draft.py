@@ -29,7 +29,7 @@ class MlxDrafter(TextDrafter):
             raise BackendError(f"no model at {folder}: it has no config.json, or no safetensors")
         config = plain_config(json.loads((folder / "config.json").read_text()))
         self.model = empty_model(config)
-        load_dense(self.model, {}, config, *files)
+        load_dense(self.model, {}, config, False, *files)
         if {type(cache) for cache in self.empty()} != {KVCache}:
             raise BackendError(f"the draft model at {folder} must be dense with full attention in every layer")
         super().__init__(min(vocabulary, config["vocab_size"]))

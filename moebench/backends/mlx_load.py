@@ -19,6 +19,8 @@ from mlx_lm.utils import _get_classes, infer_quant_config
 from moebench.backends.base import BackendError
 
 SCALES = ".weight_scale_inv"
+SELECTION = "e_score_correction_bias"
+IGNORED = {"qwen2_moe": {"norm_topk_prob": False}}  # what mlx-lm's model does, whatever a configuration says
 ROUTED = (".experts.", ".switch_mlp.", ".input_linear.", ".output_linear.")
 
 
@@ -63,6 +65,11 @@ def empty_model(config: Mapping[str, Any]) -> nn.Module:
             model_class, arguments = _get_classes({**config, "model_type": kind.removesuffix("_text")})
     except ValueError as error:
         raise BackendError(f"mlx-lm has no model type {kind!r}; use backend=torch") from error
+    for name, fixed in IGNORED.get(kind, {}).items():
+        if config.get(name, fixed) != fixed:
+            raise BackendError(
+                f"mlx-lm's {kind} runs with {name}={fixed}, the model has {config[name]}; use backend=torch"
+            )
     try:
         return model_class(arguments.from_dict(dict(config)))
     except (TypeError, KeyError, AttributeError, ValueError) as error:
@@ -87,7 +94,9 @@ def owner(model: nn.Module, path: str) -> tuple[Any, Any]:
     return model, last
 
 
-def load_dense(model: nn.Module, paths: Mapping[str, nn.Module], config: Mapping[str, Any], *files: Path) -> int:
+def load_dense(
+    model: nn.Module, paths: Mapping[str, nn.Module], config: Mapping[str, Any], converted: bool, *files: Path
+) -> int:
     """Fill a model, whose switches at ``paths`` were taken out, from ``files``; floats are float32 on a CPU. Returns
     the bytes of its parameters as they were stored.
 
@@ -95,8 +104,11 @@ def load_dense(model: nn.Module, paths: Mapping[str, nn.Module], config: Mapping
     """
     weights = _plain({name: value for file in files for name, value in mx.load(str(file)).items()})
     blocks = [path.rpartition(".")[0] for path in paths]
+    biases = [value for name, value in weights.items() if name.endswith(SELECTION)]
     if hasattr(model, "sanitize"):
-        weights = model.sanitize(weights if "quantization" in config else {**weights, **_stand_ins(paths, config)})
+        weights = model.sanitize(weights if converted else {**weights, **_stand_ins(paths, config)})
+    if any(value.any() for value in biases) and not any(name.endswith(SELECTION) for name in weights):
+        raise BackendError(f"mlx-lm's {model.model_type} leaves out {SELECTION}; use backend=torch")
     inside = tuple(block + part for block in blocks for part in ROUTED) + tuple(f"{path}." for path in paths)
     weights = {name: value for name, value in weights.items() if not name.startswith(inside)}
     if (quantization := config.get("quantization")) is not None:

@@ -36,12 +36,19 @@ class MlxBackend(Backend):
     """A model of which only the dense weights are loaded; experts come from the server, laid out as ``pack`` says.
 
     Activations are float32 on a CPU, where mlx's bf16 products are slow and rounded twice, and in the checkpoint's own
-    dtype on a GPU. ``numerics`` is ``row_invariant`` (each kernel is probed at start, and where it does not give the
-    same bits for any number of rows its rows run one by one) or ``fast``.
+    dtype on a GPU. ``converted``: the checkpoint is one that MLX wrote, not a hub's. ``numerics`` is ``row_invariant``
+    (each kernel is probed at start, and where it does not give the same bits for any number of rows its rows run one by
+    one) or ``fast``.
     """
 
     def __init__(
-        self, pack: Any, dense_path: str | Path, config: Mapping[str, Any], numerics: str = "row_invariant"
+        self,
+        pack: Any,
+        dense_path: str | Path,
+        config: Mapping[str, Any],
+        *,
+        converted: bool = False,
+        numerics: str = "row_invariant",
     ) -> None:
         if numerics not in NUMERICS:
             raise BackendError(f"numerics {numerics!r} is not one of {', '.join(NUMERICS)}")
@@ -56,7 +63,7 @@ class MlxBackend(Backend):
         self.model = empty_model(self.config)
         self._live, self._ops = Live(), MlxOps()
         self._take_out(switches(self.model), pack)
-        self._stored_bytes = load_dense(self.model, self._removed, self.config, Path(dense_path))
+        self._stored_bytes = load_dense(self.model, self._removed, self.config, converted, Path(dense_path))
         self._projections = Projections(self.model, self._routers())
         self._dtype = _float_dtype(self.model)
         self._memory = Memory(self.model, self.model.model_type)

@@ -29,10 +29,13 @@ def open_backend(name: str, model: LiveModel, numerics: str = "row_invariant") -
     dense: Any = model.pack.dense_path
     if name == "mlx":
         from moebench.backends.mlx_model import MlxBackend
+        from moebench.checkpoint.files import Checkpoint
+        from moebench.checkpoint.open import is_mlx
 
         # mlx-lm reads what a checkpoint's own file says, which transformers does not keep whole
         own = json.loads((model.folder / "config.json").read_text())
-        return MlxBackend(model.pack, dense, {**model.config, **own}, numerics)
+        converted = is_mlx(Checkpoint(model.folder))
+        return MlxBackend(model.pack, dense, {**model.config, **own}, converted=converted, numerics=numerics)
     from moebench.backends.torch_model import TorchBackend
 
     attention = "eager" if numerics == "row_invariant" else "sdpa"
