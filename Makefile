@@ -1,6 +1,7 @@
 # make run: set up and run the main job.   make test: set up what tests need and run them.   make check: lint, types, architecture.
 # make regress: replay the committed traces and compare with results/baseline; FORMAT=github annotates a pull request.
 # make regress-live: the same for answers of the shipped model.   make baseline: make results/baseline anew, both parts.
+# make claims: docs/claims.md, what six papers claim beside what is modeled here (a quarter of an hour).
 # make report: the sample report of the committed results, in reports/sample.
 PYTHON ?= python3
 VENV ?= .venv
@@ -22,7 +23,7 @@ MOEBENCH := OMP_NUM_THREADS=1 MOEBENCH_PLUGINS= $(BIN)/moebench
 LIVE := systems=lru,edge0,flashmoe,moe_infinity,specprefetch,ssd_llama,bigmomo baselines=false
 REPLAY := model=tinymoe workload=trace workload.path=$(TRACES)
 
-.PHONY: run test check bench clean report regress regress-live baseline live traces $(REPLAYS)
+.PHONY: run test check claims bench clean report regress regress-live baseline live traces $(REPLAYS)
 
 run: $(VENV)/.run
 	$(BIN)/moebench run $(ARGS)
@@ -35,6 +36,9 @@ check: $(VENV)/.check
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python scripts/check_architecture.py
+
+claims: $(VENV)/.run
+	$(MOEBENCH) reproduce out=build/claims docs=docs/claims.md
 
 bench: $(VENV)/.run
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/replay_speed.py

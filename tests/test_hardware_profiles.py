@@ -24,6 +24,10 @@ SHIPPED = (
     "snapdragon_8_elite",
     "snapdragon_8_elite_gen5",
     "snapdragon_8_gen3",
+    "rtx5090_ssd_llama",
+    "rtx5090_ssd_llama_32gb",
+    "snapdragon_8_elite_ufs2",
+    "snapdragon_8_elite_sd",
 )
 OPTIONAL = [name for name, (_, needed) in NUMBERS.items() if needed == "none"]
 

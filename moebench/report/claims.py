@@ -54,7 +54,7 @@ def tables(judged: Sequence[Judged]) -> list[Plain]:
     """One table for each paper; below it what a gap would take, and why a claim cannot be tested."""
     made = []
     for paper in _papers(judged):
-        own = [one for one in judged if one.paper is paper]
+        own = [one for one in judged if one.paper.name == paper.name]
         notes = [f"{one.claim.name}: {reason}" for one in own for reason in one.reasons]
         made.append(Plain(paper.title, HEADER, tuple(_line(one) for one in own), tuple(notes), labels=1))
     return made
@@ -80,7 +80,7 @@ def page(judged: Sequence[Judged]) -> str:
         parts.append("## Figures of the seed article\n")
         parts.append(to_markdown([Plain("What it says, and what became of it", ("seed", *HEADER), rows, labels=2)]))
     for paper in _papers(judged):
-        parts.append(_chapter(paper, [one for one in judged if one.paper is paper]))
+        parts.append(_chapter(paper, [one for one in judged if one.paper.name == paper.name]))
     return "\n".join(parts).rstrip() + "\n"
 
 
