@@ -225,6 +225,8 @@ def formula_names(data: Mapping[str, Any]) -> dict[str, Number]:
     config = data.get("config", {})
     if not isinstance(config, dict):
         raise UsageError("config must be a mapping, as config.json is")
+    if config and type(config.get("model_type")) is not str:
+        raise UsageError("config lacks model_type, the family's name in transformers")
     return {
         str(key): value for source in (config, data) for key, value in source.items() if type(value) in (int, float)
     }

@@ -15,11 +15,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from moebench.errors import UsageError
 from moebench.machine import Machine
 from moebench.read_curve import ReadCurve
+from moebench.yamlfile import read_yaml
 
 SOURCES = ("datasheet", "paper", "measured", "estimate")
 # name -> (unit, which machines must give it): all, those with a device of its own memory, or none: a run that needs a
@@ -166,15 +165,10 @@ class HardwareProfile:
 
 def load(path: str | Path) -> HardwareProfile:
     """Read one profile; a missing, unknown, unsourced or misdimensioned number is an error that names it."""
-    path = Path(path)
     try:
-        data = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise HardwareError(f"hardware file {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise HardwareError(f"hardware file {path} is not a text file") from None
-    except yaml.YAMLError as error:
-        raise HardwareError(f"hardware file {path} is not YAML: {' '.join(str(error).split())}") from None
+        data = read_yaml(path)
+    except ValueError as error:
+        raise HardwareError(f"hardware file {error}") from None
     return from_dict(data, str(path))
 
 
@@ -182,9 +176,7 @@ def _shipped(name: str) -> list[str]:
     """Profiles that ship and declare an optional number."""
     section, key = name.split(".")
     files = [file for file in resources.files("moebench.hardware_profiles").iterdir() if file.name.endswith(".yaml")]
-    return sorted(Path(file.name).stem for file in files if key in yaml.safe_load(file.read_text())[section]) or [
-        "none"
-    ]
+    return sorted(Path(file.name).stem for file in files if key in read_yaml(str(file))[section]) or ["none"]
 
 
 def from_dict(data: Any, where: str) -> HardwareProfile:

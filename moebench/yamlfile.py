@@ -21,5 +21,6 @@ def read_yaml(path: str | Path) -> Any:
         return yaml.load(content, LOADER)
     except (OSError, yaml.YAMLError, ValueError, ArithmeticError, RecursionError, LookupError, TypeError) as error:
         # what PyYAML lets through of dates, numbers and keys that cannot be
-        text = str(error) or type(error).__name__
-        raise ValueError(f"{path}: {' '.join(text.split())[:300]}") from None
+        text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        kind = "" if isinstance(error, OSError) else " is not YAML"
+        raise ValueError(f"{path}{kind}: {' '.join(text.split())[:300]}") from None

@@ -209,7 +209,7 @@ def load(path: str | Path) -> Trace:
     channels = {name[8:]: arrays.pop(name) for name in list(arrays) if name.startswith("channel.")}
     try:
         trace = Trace(**arrays, channels=channels, metadata=header["metadata"])
-    except (TypeError, TraceError) as error:
+    except (TypeError, ValueError, OverflowError) as error:  # what a header may hold in the place of numbers
         raise TraceError(f"{path}: {error}") from None
     if trace.hash != header["hash"]:
         raise TraceError(f"{path}: contents do not match the hash in the header ({trace.hash} != {header['hash']})")
@@ -222,7 +222,7 @@ def _header(path: str | Path, metadata: Mapping[str, str] | None) -> dict[str, A
     try:
         header = json.loads(metadata[HEADER])
         schema = int(header["schema"])
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
         raise TraceError(f"{path}: the trace header is damaged") from None
     if schema > SCHEMA:
         raise TraceError(f"{path}: written by a newer moebench (schema {schema}; this one reads up to {SCHEMA})")
