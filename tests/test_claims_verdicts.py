@@ -64,6 +64,8 @@ def test_ratios_and_changes_need_both_arms():
     assert verdict(claim(200, form="change", over=("two",)), found).ours == pytest.approx(200)
     for word in ({"of": ("one", "two"), "take": "max"}, {"of": ("one", "two"), "take": "mean"}):
         assert verdict(claim(20, **word), found).ours == {"max": 30, "mean": 20}[word["take"]]
+    outside = verdict(claim(90, of=("one", "two"), take="max", form="ratio", over=("two", "one")), found)
+    assert outside.reasons == ("one 30.0 over two 10.0: 3.00, two 10.0 over one 30.0: 0.333",)
     best = {"of": ("one", "two"), "take": "best_at", "at": (4.0, 8.0)}
     assert verdict(claim(8, **best), found).ours == 4
 

@@ -108,8 +108,7 @@ def _bullets(judged: Sequence[Judged], verdict: str) -> list[str]:
     found = []
     for one in judged:
         if one.verdict == verdict:
-            arms = f"its arms: {', '.join(number(value) for value in one.each)}" if len(one.each) > 1 else ""
-            found.append(f"**{one.claim.name}**: {'; '.join([*filter(None, [arms]), *one.reasons]) or 'a bare number'}")
+            found.append(f"**{one.claim.name}**: {'; '.join(one.reasons) or _line(one)[2]}")
     return found
 
 

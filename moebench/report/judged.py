@@ -21,13 +21,12 @@ RATES = ("decode_tok_s", *MS_PER_TOKEN)
 
 @dataclass(frozen=True)
 class Judged:
-    """One claim and what became of it. ``each`` are the numbers of its arms where it takes several."""
+    """One claim and what became of it."""
 
     paper: Paper
     claim: Claim
     verdict: str
     ours: float | None = None
-    each: tuple[float, ...] = ()
     shared: tuple[Input, ...] = ()
     reasons: tuple[str, ...] = ()
 
@@ -73,7 +72,9 @@ def judge(paper: Paper, claim: Claim, found: Mapping[str, Found]) -> Judged:
     if verdict == OUTSIDE and len(each) == 1:
         numbers = [found[name].numbers for name in claim.arms]
         reasons = gaps(claim, ours, numbers[0], numbers[1] if len(numbers) > 1 else None)
-    return Judged(paper, claim, verdict, ours, tuple(each), tuple(paper.shared(claim)), tuple(reasons))
+    elif verdict == OUTSIDE:
+        reasons = [_several(claim, own, against, each)]
+    return Judged(paper, claim, verdict, ours, tuple(paper.shared(claim)), tuple(reasons))
 
 
 def _formed(claim: Claim, own: float, other: float) -> float:
@@ -87,6 +88,14 @@ def _taken(claim: Claim, each: Sequence[float]) -> float:
         return sum(each) / len(each)
     best = max(range(len(each)), key=lambda n: each[n])
     return claim.at[best] if claim.take == "best_at" else each[best]
+
+
+def _several(claim: Claim, own: Sequence[float], against: Sequence[float], each: Sequence[float]) -> str:
+    """Every arm with its number, and what it is set against."""
+    if not against:
+        return ", ".join(f"{name} {number(value)}" for name, value in zip(claim.of, own, strict=True))
+    lines = zip(claim.of, own, claim.over, against, each, strict=True)
+    return ", ".join(f"{a} {number(x)} over {b} {number(y)}: {number(z)}" for a, x, b, y, z in lines)
 
 
 def nearest(published: tuple[float, float], ours: float) -> float:
