@@ -241,7 +241,7 @@ def test_without_weights_the_error_says_what_to_install(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "needs out=DIR"),
+        ([], "needs out="),
         (["out=x", "pull=2"], "pull=2"),
         (["out=x", "top_k=25"], "top_k=25"),
         (["out=x", "windows=200", "written=8"], "more than written=8"),

