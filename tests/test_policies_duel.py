@@ -1,12 +1,13 @@
-"""A duel counts whose victim is used later: nobody beats Belady, a policy ties with itself, and a planted case counts."""
+"""A duel counts whose victim is used later: a policy ties with itself, and a planted decision counts."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from moebench.residency.duel import duel
-from moebench.residency.replay import Events, events
+from moebench.residency.duel import Duel, duel
+from moebench.residency.replay import events
+from moebench.trace.format import Trace
 from moebench.trace.synthetic import SyntheticSpec, synthesize
 
 
@@ -28,10 +29,10 @@ def test_two_policies_divide_what_differs_between_them(todo):
 
 
 def test_one_decision_of_a_known_future():
-    demands = [[0], [0], [1], [2], [1], [0]]  # two slots: at 2 LRU drops 0, LFU drops 1, and 1 is wanted first
-    keys = [np.array(d, np.int64) for d in demands]
-    n = len(keys)
-    known = Events(keys, [0] * n, list(range(n)), [True] * n, [0] * n, layers=1, experts=3, top_k=1)
-    found = duel(known, "lru", "lfu", 2)
-    assert (found.differing, found.better) >= (1, 1)
-    assert duel(known, "lfu", "lru", 2).better < found.better
+    demands = np.array([0, 0, 1, 2, 1], np.int16)  # two slots: at 2 LRU drops 0, LFU drops 1, and 1 is wanted first
+    rows = np.arange(len(demands), dtype=np.int32)
+    metadata = {"model": "made up", "experts": 3, "top_k": 1, "source": "a test"}
+    decode, sequence = np.ones(len(rows), np.int8), np.zeros(len(rows), np.int32)
+    known = events(Trace(demands[:, None, None], decode, sequence, rows, metadata=metadata))
+    assert duel(known, "lru", "lfu", 2) == Duel(decisions=1, differing=1, better=1)
+    assert duel(known, "lfu", "lru", 2) == Duel(decisions=2, differing=1, better=0)
