@@ -24,6 +24,7 @@ from moebench.backends.mlx_ops import MlxOps
 from moebench.backends.torch_draft import TorchDrafter
 from moebench.backends.torch_ops import TorchOps
 from moebench.cli import main
+from moebench.commands import doctor
 from moebench.engine.loop import Loop
 from moebench.errors import UsageError
 from moebench.geometry import embedded_folder
@@ -149,6 +150,16 @@ def test_a_trace_is_recorded(home, capsys):
 def test_what_cannot_be_is_one_line(home, options, line):
     with pytest.raises(UsageError, match=line):
         moebench.run(**{**MLX, **options}, system="lru")
+
+
+def test_doctor_says_which_device_mlx_has(monkeypatch):
+    found = doctor._mlx()
+    assert found.ok
+    assert f" on {mx.default_device().type.name}, mlx-lm " in found.found
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found = doctor._mlx()
+    assert not found.ok
+    assert "moebench[mlx]" in found.without
 
 
 def test_without_the_library_the_line_says_what_to_install(home, monkeypatch):

@@ -70,12 +70,18 @@ class MlxBackend(Backend):
         wrap(self.model, self._memory, self._width)
         self._asked = wrap_head(self.model)
         self._adapted: dict[str, nn.Module] = {}
+        self._alone: tuple[str, ...] = ()
         self.reset(1)
         self._dry_run()
-        if numerics == "row_invariant":
-            require_row_invariance(self._kernels(), self._dtype)
+        self._separate()
         mx.clear_cache()
         mx.reset_peak_memory()
+
+    def _separate(self) -> None:
+        """Row-invariant numerics: probe every kernel, and let those that need it run row by row from now on."""
+        if self.numerics == "row_invariant":
+            report = require_row_invariance(self._kernels(), self._dtype)
+            self._alone += tuple(name for name, entry in report.items() if not entry["equal"])
 
     def _dry_run(self) -> None:
         """One pass in which no expert runs, so that every attention knows which masks its model asks for."""
@@ -173,8 +179,7 @@ class MlxBackend(Backend):
         self._projections.restore(before)
         if adapters is not None:
             self._adapted = self._projections.install(adapters)
-            if self.numerics == "row_invariant":
-                require_row_invariance(self._kernels(), self._dtype)
+            self._separate()
 
     @property
     def dense_bytes(self) -> int:
@@ -200,9 +205,10 @@ class MlxBackend(Backend):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Library, device and dtype of activations."""
+        """Library, device and dtype of activations; which kernels run row by row."""
         device = mx.default_device().type.name
-        return (f"computed with mlx on {device}, activations in {str(self._dtype).rpartition('.')[2]}",)
+        line = f"computed with mlx on {device}, activations in {str(self._dtype).rpartition('.')[2]}"
+        return (line, *(f"row by row, for numerics=row_invariant: {name}" for name in self._alone))
 
 
 class _Nobody:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import importlib.metadata
 import importlib.util
 import json
@@ -97,7 +98,7 @@ def examine(folder: Path, registry: Registry) -> list[Finding]:
         _profile(registry),
         _backend("torch", "no live runs: only geometries can be replayed"),
         _backend("transformers", "no live runs: only geometries can be replayed"),
-        _backend("mlx", "packs in the mlx byte layout cannot be computed"),
+        _mlx(),
         _capability(),
         _direct(folder),
         _io_uring(),
@@ -133,6 +134,18 @@ def _backend(name: str, without: str) -> Finding:
     return Finding(name, True, importlib.metadata.version(name), without)
 
 
+def _mlx() -> Finding:
+    without = "backend=mlx is refused: pip install 'moebench[mlx]'"
+    missing = [name for name in ("mlx", "mlx_lm") if importlib.util.find_spec(name) is None]
+    if missing:
+        return Finding("mlx", False, f"{missing[0].replace('_', '-')} is not installed", without)
+    import mlx.core as mx
+
+    device = mx.default_device().type.name
+    found = f"{importlib.metadata.version('mlx')} on {device}, mlx-lm {importlib.metadata.version('mlx-lm')}"
+    return Finding("mlx", True, found + (", for correctness and not for timing" if device == "cpu" else ""), without)
+
+
 def _capability() -> Finding:
     if importlib.util.find_spec("torch") is None:
         return Finding("cpu kernels", False, "torch is not installed", "int4 and bf16 kernels cannot be timed")
@@ -146,6 +159,8 @@ def _capability() -> Finding:
 
 def _direct(folder: Path) -> Finding:
     without = "engine=direct is refused here; engine=pread reads through the page cache, so cold reads need it dropped"
+    if hasattr(fcntl, "F_NOCACHE"):
+        return Finding("F_NOCACHE", True, "engine=direct keeps what it reads out of the page cache", without)
     if not hasattr(os, "O_DIRECT"):
         return Finding("O_DIRECT", False, f"{platform.system()} has none", without)
     with tempfile.NamedTemporaryFile(dir=folder) as file:

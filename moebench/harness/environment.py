@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from moebench.harness.costs import DIRECT
@@ -14,7 +15,9 @@ def page_cache_state(cell: Cell, pack: Any) -> str:
     if cell.clock == "virtual":
         return "modeled: empty at start" if cell.engine not in DIRECT else f"modeled: bypassed by engine {cell.engine}"
     if cell.engine in DIRECT:
-        return f"bypassed by engine {cell.engine}"
+        # F_NOCACHE adds nothing to the page cache, but takes what is there already
+        cached = ", but for pages that were cached before" if sys.platform == "darwin" else ""
+        return f"bypassed by engine {cell.engine}{cached}"
     dropped, reason = drop_page_cache(pack.file_path)
     return "cold: pages of the pack dropped before the run" if dropped else f"unknown: {reason}"
 
