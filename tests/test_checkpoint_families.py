@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 import torch
 from family_checkpoints import FAMILIES, make_checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from moebench.backends.torch_experts import expert_modules, expert_parameters
 from moebench.backends.torch_source import load_model
 from moebench.checkpoint.open import open_source
+from moebench.errors import MoebenchError
 from moebench.store.engines import StoreError
 from moebench.store.layout import QuantSpec
 from moebench.store.pages import aligned_buffer
@@ -182,3 +185,30 @@ def test_dense_weights_under_the_checkpoints_own_names_are_its_bytes(tmp_path):
     assert dense.keys() == own.keys()
     assert "model.layers.0.self_attn.q_proj.weight_scale_inv" in dense
     assert all(torch.equal(dense[n].view(torch.uint8), own[n].view(torch.uint8)) for n in own)
+
+
+ODD = [None, -1, 0, 1, 2, 3.5, 10**30, float("nan"), True, "", "x", "float16", [], [1], [None] * 3, {}, {"a": 1}]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """(folder, its configuration) of a small checkpoint with many settings."""
+    folder = make_checkpoint("deepseek_v3", tmp_path_factory.mktemp("odd") / "model", tokenizer=False)
+    return folder, json.loads((folder / "config.json").read_text())
+
+
+@given(data=st.data())
+@settings(max_examples=80, deadline=None)
+def test_any_configuration_is_a_source_or_one_line(small, data):
+    folder, config = small
+    keys = st.sampled_from([*sorted(config), "quantization_config", "quantization", "text_config", "vision_config"])
+    changes = data.draw(st.dictionaries(keys, st.sampled_from(ODD), min_size=1, max_size=3))
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    try:
+        open_source(folder)
+    except (StoreError, MoebenchError) as error:
+        line = str(error)
+    else:
+        line = ""
+    assert "\n" not in line
+    assert len(line) < 600

@@ -29,6 +29,7 @@ logging.set_verbosity_error()
 
 # Model types of the hub whose own code computes what a class of transformers does.
 SAME_MODEL = {"kimi_k2": "deepseek_v3"}
+MOST_LAYERS = 2048  # beyond any model; even an empty one of more takes memory
 FLOATS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -83,12 +84,17 @@ def load_config(folder: str | Path) -> dict[str, Any]:
 def model_config(config: Mapping[str, Any]) -> PreTrainedConfig:
     """A configuration dict as transformers' own class has it; what says where remote code lies is left out."""
     kind = config.get("model_type")
-    kind = SAME_MODEL.get(kind, kind)
+    kind = SAME_MODEL.get(kind, kind) if isinstance(kind, str) else None
     if kind not in CONFIG_MAPPING:
-        raise BackendError(f"model type {kind!r} is not one that this transformers version knows")
+        raise BackendError(
+            f"model type {str(config.get('model_type'))[:60]!r} is not one that this transformers version knows"
+        )
     settings = {k: v for k, v in config.items() if k not in ("auto_map", "model_type")}
     try:
-        return CONFIG_MAPPING[kind].from_dict(settings)
+        made = CONFIG_MAPPING[kind].from_dict(settings)
+        if not 1 <= made.get_text_config().num_hidden_layers <= MOST_LAYERS:
+            raise ValueError(f"num_hidden_layers is not within 1 to {MOST_LAYERS}")
+        return made
     except Exception as error:  # transformers raises whatever a wrong value leads it to
         raise BackendError(f"config.json of {kind}: {' '.join(str(error).split())[:300]}") from None
 
@@ -110,12 +116,10 @@ def empty_model(config: Mapping[str, Any], dtype: str, attention: str = "eager")
 
 def _plain_weights(config: Mapping[str, Any]) -> dict[str, Any]:
     """What makes transformers decode the quantised weights that moebench decodes too."""
-    quantization = config.get("quantization_config") or {}
-    if quantization.get("quant_method") == "fp8":
-        return {"quantization_config": FineGrainedFP8Config(dequantize=True)}
-    if quantization.get("quant_method") == "mxfp4":
-        return {"quantization_config": Mxfp4Config(dequantize=True)}
-    return {}
+    quantization = config.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+    plain = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
+    return {"quantization_config": plain[method](dequantize=True)} if method in plain else {}
 
 
 def expert_names(model: nn.Module) -> set[str]:
