@@ -43,6 +43,7 @@ claims: $(VENV)/.run
 bench: $(VENV)/.run
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/replay_speed.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/decode_overhead.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/cache_replay.py
 
 regress: $(VENV)/.run
 	rm -rf $(NEW)/replay
