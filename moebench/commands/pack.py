@@ -44,6 +44,8 @@ class PackOptions:
     def __post_init__(self) -> None:
         if (self.layout == "ordered") != bool(self.trace):
             raise UsageError("pack: layout=ordered and trace=FILE belong together")
+        if self.group != "64" and self.quant != "int4":
+            raise UsageError(f"pack: group={self.group} has an effect with quant=int4 only")
 
 
 def main(words: Sequence[str]) -> int:

@@ -135,7 +135,7 @@ def agreed(source: ExpertSource, quant: QuantSpec) -> QuantSpec:
         raise UsageError(
             f"quant=stored keeps what a quantised checkpoint holds, and {name} is not quantised: say int4, int8 or none"
         )
-    if stored is not None and quant not in (QuantSpec("stored"), stored):
+    if stored is not None and quant.kind != "stored" and quant != stored:
         how = f"int4 in groups of {stored.group}" if stored.kind == "int4" else "in a way of its own"
         raise UsageError(f"quant={quant.kind}: {name} is quantised already, {how}; keep it so with quant=stored")
     return stored or quant
