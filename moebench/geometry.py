@@ -85,7 +85,7 @@ class Geometry:
             raise GeometryError(f"geometry {self.name}: quant {self.quant!r} is not one of {', '.join(QUANT_BITS)}")
         if self.quant == "stored" and not self.stored_bytes:
             raise GeometryError(
-                f"quant=stored keeps what a quantised checkpoint holds; {self.name} is a geometry: say int4, int8 or none"
+                f"quant=stored keeps a quantised checkpoint's codes; {self.name} is a geometry: say int4, int8 or none"
             )
 
     @property

@@ -47,8 +47,8 @@ class HubView:
         self.kind = str(checkpoint.config.get("model_type"))
         if self.kind not in {*RENAMED, *LATENT, *CONVOLVED}:
             raise StoreError(
-                f"{checkpoint.folder}: how mlx-lm changes the dense weights of {self.kind} is not known here; "
-                f"use backend=mlx, which takes them as they are"
+                f"{checkpoint.folder}: how mlx-lm changes the dense weights of {self.kind} is not known here, and "
+                f"torch cannot take them; use backend=mlx with quality=none"
             )
         self.tensors: dict[str, Seen] = {}
         self._read: dict[str, Read] = {}

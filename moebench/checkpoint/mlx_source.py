@@ -78,6 +78,6 @@ def stored_form(folder: str | Path) -> tuple[QuantSpec, int]:
     """How the experts of a quantised MLX folder are stored, and the bytes of one in ``mlx`` bytes; from one expert."""
     stacks = Stacks(Checkpoint(folder))
     if stacks.stored is None:
-        raise UsageError(f"quant=stored keeps what a quantised checkpoint holds, and {folder} is not quantised")
+        raise UsageError(f"quant=stored keeps the codes of a checkpoint that MLX quantised, and {folder} is none")
     parts = [MlxLayout().encode(tensor) for tensor in stacks.expert(0, 0).values()]
     return stacks.stored, sum(part.nbytes for found in parts for part in found.values())

@@ -133,7 +133,7 @@ def agreed(source: ExpertSource, quant: QuantSpec) -> QuantSpec:
     stored, name = getattr(source, "stored", None), source.model["name"]
     if stored is None and quant.kind == "stored":
         raise UsageError(
-            f"quant=stored keeps what a quantised checkpoint holds, and {name} is not quantised: say int4, int8 or none"
+            f"quant=stored keeps the codes of a checkpoint that MLX quantised; {name} is none: say int4, int8 or none"
         )
     if stored is not None and quant.kind != "stored" and quant != stored:
         how = f"int4 in groups of {stored.group}" if stored.kind == "int4" else "in a way of its own"
