@@ -158,7 +158,7 @@ def verify(lab, draft, past):
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "qwen3_next", "lfm2_moe"])
-@pytest.mark.parametrize("kept", [1, 3, 5])
+@pytest.mark.parametrize("kept", [1, 3])
 def test_a_chain_is_verified_and_forgotten_as_if_it_had_never_been(labs, family, kept):
     lab = labs(family)
     plain = lab.decode(np.concatenate([PROMPT, WINDOW]))
