@@ -1,1 +1,1 @@
-"""Configuration: defaults, workloads, protocols."""
+"""Configuration: defaults, workloads, and what others claim."""
