@@ -10,9 +10,9 @@ import sys
 import pytest
 from family_checkpoints import make_checkpoint
 
+from moebench import hashes
 from moebench.checkpoint.files import Checkpoint
 from moebench.checkpoint.open import open_source
-from moebench.store import hashes
 from moebench.store.engines import StoreError
 from moebench.store.layout import QuantSpec
 from moebench.store.plain import PlainLayout

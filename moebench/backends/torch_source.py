@@ -21,7 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
 from moebench.backends.torch_experts import BackendError, expert_modules, expert_parameters
-from moebench.store.hashes import kept_file_hash
+from moebench.hashes import kept_file_hash
 
 # stderr carries moebench's own progress and one line per mistake
 logging.disable_progress_bar()
