@@ -78,7 +78,7 @@ class RunConfig:
     hw: str = field(metadata={"help": "hardware profile; host is this machine, written by 'moebench calibrate'"})
     knobs: Any = None
     model: str = option(
-        "auto", "auto (tinymoe live and the profile's reference geometry), tinymoe, a geometry, or a folder"
+        "auto", "auto (tinymoe live and the profile's reference geometry), tinymoe, a geometry, a folder, or org/name"
     )
     workload: WorkloadConfig = field(default_factory=WorkloadConfig, metadata={"help": "what is asked of the model"})
     budget: str = option("0.25", "bytes for expert weights: a fraction of the routed experts, or a size such as 3GiB")

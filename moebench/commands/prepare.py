@@ -29,7 +29,9 @@ class PrepareWords:
     """What is prepared for which model."""
 
     system: str = dataclasses.field(metadata={"help": "system whose artefact is made; its own options follow"})
-    model: str = option("tinymoe", "tinymoe, a model folder, or a geometry where the system learns from routing alone")
+    model: str = option(
+        "tinymoe", "tinymoe, a folder or org/name, or a geometry where the system learns from routing alone"
+    )
     out: str = option("", "folder that gets the artefact's own folder; empty: artefacts/SYSTEM in moebench's folder")
     import_: str = option("", "folder of files that others published, converted instead of fitted")
 

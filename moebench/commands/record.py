@@ -39,7 +39,7 @@ class RecordOptions:
     """Which model answers which prompts, and where the trace goes."""
 
     out: str = dataclasses.field(metadata={"help": "trace file to write"})
-    model: str = option("tinymoe", "tinymoe or a model folder")
+    model: str = option("tinymoe", "tinymoe, a model folder, or org/name in the hub cache")
     prompts: str = option("", "JSON-lines file with a field prompt; empty for the shipped prompts")
     requests: int = option(8, "prompts to run")
     new_tokens: int = option(64, "tokens each request emits")
