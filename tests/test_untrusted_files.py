@@ -4,21 +4,18 @@ another exception, and never a read elsewhere.
 
 from __future__ import annotations
 
-import copy
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from untrusted_fixtures import VALUES, damaged, damaged_bytes, fuzz, one_line
 
 from moebench import hardware, model_card, result
-from moebench.errors import MoebenchError
 from moebench.plugins import load_plugins
 from moebench.trace import format as traces
 from moebench.trace.synthetic import SyntheticSpec, synthesize
@@ -27,70 +24,10 @@ REGISTRY = load_plugins()
 GEOMETRY = yaml.safe_load(REGISTRY.model_path("kimi-k2.7-code").read_text())
 MACHINE = yaml.safe_load(REGISTRY.hardware_path("rtx5090_32gb").read_text())
 ROW = json.loads(next(Path(__file__).parents[1].glob("results/baseline/replay/m4pro/lru__*/*.json")).read_text())
-NUMBERS = st.one_of(st.integers(), st.floats(), st.sampled_from([0, -1, 10**30, math.inf, math.nan, 1e308, True]))
-TEXTS = st.one_of(
-    st.text(max_size=8),
-    st.sampled_from(
-        ["layers", "layers ** layers", "1 / 0", "9" * 400, "1e999", "/etc/passwd", "=", "1 MiB", "-5 GB", "("]
-    ),
-)
-VALUES = st.recursive(
-    st.one_of(st.none(), NUMBERS, TEXTS, st.dates(), st.binary(max_size=4)),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.dictionaries(st.one_of(TEXTS, st.integers()), inner, max_size=3)
-    ),
-    max_leaves=5,
-)
 KEYS = st.sampled_from(["experts", "top_k", "model", "source"])
-FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def places(data: Any) -> list[tuple[Any, ...]]:
-    """The way to every node of plain data."""
-    found: list[tuple[Any, ...]] = []
-    entries = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
-    for key, value in entries:
-        found.append((key,))
-        found += [(key, *rest) for rest in places(value)]
-    return found
-
-
-def changed(data: Any, way: tuple[Any, ...], value: Any) -> Any:
-    """A copy with one node replaced, or removed where ``value`` is ...; or one more key beside it."""
-    data = copy.deepcopy(data)
-    node = data
-    for key in way[:-1]:
-        node = node[key]
-    if value is ...:
-        del node[way[-1]]
-    else:
-        node[way[-1]] = value
-    return data
-
-
-@st.composite
-def damaged(draw, data: Any) -> Any:
-    for _ in range(draw(st.integers(1, 2))):
-        ways = places(data)
-        if ways:
-            data = changed(data, draw(st.sampled_from(ways)), draw(st.one_of(VALUES, st.just(...))))
-    return data
-
-
-def one_line(read: Callable[[], Any]) -> bool:
-    """Whether it was understood; what is refused must be so in one short line of moebench's own kind."""
-    try:
-        read()
-    except MoebenchError as error:
-        text = str(error)
-        assert text.strip()
-        assert "\n" not in text.strip()
-        assert len(text) < 5000
-        return False
-    return True
-
-
-@FUZZ
+@fuzz(60)
 @given(damaged(GEOMETRY))
 def test_geometries(tmp_path, data):
     path = tmp_path / "model.yaml"
@@ -104,7 +41,7 @@ def test_geometries(tmp_path, data):
     one_line(read)
 
 
-@FUZZ
+@fuzz(60)
 @given(damaged(MACHINE))
 def test_machines(tmp_path, data):
     path = tmp_path / "machine.yaml"
@@ -118,7 +55,7 @@ def test_machines(tmp_path, data):
     one_line(read)
 
 
-@FUZZ
+@fuzz(60)
 @given(st.one_of(st.binary(max_size=60), st.text(max_size=60).map(str.encode)))
 @pytest.mark.parametrize("read", [model_card.load, hardware.load, traces.load, result.load])
 def test_any_bytes(tmp_path, read, content):
@@ -158,7 +95,7 @@ def test_what_is_no_file(tmp_path, read):
     assert not one_line(lambda: read(tmp_path / "nothing"))
 
 
-@FUZZ
+@fuzz(60)
 @given(damaged(ROW), st.booleans())
 def test_results(tmp_path, data, claimed):
     path = tmp_path / "row.json"
@@ -188,25 +125,20 @@ def recording(tmp_path_factory) -> bytes:
     return synthesize(spec).save(tmp_path_factory.mktemp("trace") / "a.safetensors").read_bytes()
 
 
-@FUZZ
+@fuzz(60)
 @given(st.data())
 def test_traces(tmp_path, recording, data):
-    content, path = bytearray(recording), tmp_path / "a.safetensors"
-    for _ in range(data.draw(st.integers(1, 3))):
-        start = data.draw(st.integers(0, len(content) - 1))
-        content[start : start + data.draw(st.integers(0, 4))] = data.draw(st.binary(max_size=4))
-        if not content:
-            break
-    path.write_bytes(bytes(content))
+    content, path = data.draw(damaged_bytes(recording)), tmp_path / "a.safetensors"
+    path.write_bytes(content)
 
     def read() -> None:
         assert (traces.load(path).experts >= -1).all()
 
     if one_line(read):
-        assert bytes(content) == recording or traces.load(path).tokens >= 0
+        assert content == recording or traces.load(path).tokens >= 0
 
 
-@FUZZ
+@fuzz(60)
 @given(st.dictionaries(st.sampled_from(["schema", "hash", "metadata"]), VALUES), st.booleans(), KEYS)
 def test_headers_of_traces(tmp_path, header, whole, odd):
     from safetensors.numpy import save
