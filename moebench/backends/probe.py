@@ -8,6 +8,7 @@ out. Knows tensors; knows no server and no pack.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,18 +22,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from moebench.backends.torch_experts import DTYPES, BackendError, ExpertLayer, combine, expert_modules, router_module
 from moebench.backends.torch_geometry import alike, attention_modules, head_shape
 from moebench.backends.torch_lora import branch_of
-from moebench.backends.torch_routers import as_rows, outer_router
+from moebench.backends.torch_routers import outer_router, routed
+from moebench.backends.torch_window import always_apart, attend_paths, short_context
 from moebench.store.layout import TensorSpec
 
 ROWS = (1, 2, 3, 4, 8, 16, 33)
 SEQUENCES = (2, 3, 20)  # batches of layers that carry a state; the last is what quality asks in
 OUTPUTS = 50_000  # numbers compared per kernel, since a kernel that differs may do so rarely
-PAST, PADDING = (
-    29,
-    13,
-)  # cached positions before the rows of an attention probe, and how many are masked in a padded one
+PADDING = 13  # cached positions that are masked in front in a padded attention probe
 
-PADDED = ", padded"
+PADDED, SHORT = ", padded", ", short context"
 
 Kernel = Callable[[torch.Tensor], torch.Tensor]
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # (rows at once, the same rows alone)
@@ -49,9 +48,12 @@ def plain_kernels(on: bool) -> Iterator[None]:
         torch.backends.mkldnn.enabled = before
 
 
-def probe_kernels(model: PreTrainedModel, stateful: Mapping[int, nn.Module], cache_name: str) -> dict[str, Any]:
+def probe_kernels(
+    model: PreTrainedModel, stateful: Mapping[int, nn.Module], cache_name: str, exact: bool
+) -> dict[str, Any]:
     """Report by kernel name: ``{"equal": bool, "max_abs_diff": float, "first_unequal_rows": int or None}``.
 
+    ``exact``: rows attend by themselves where ``torch_window`` says so, as they do in row-invariant numerics.
     ``stateful`` are the modules with a recurrent or convolution state, by layer. A layer that is neither of these nor
     attention is an error: nothing would be known of it.
     """
@@ -63,9 +65,13 @@ def probe_kernels(model: PreTrainedModel, stateful: Mapping[int, nn.Module], cac
     with torch.inference_mode():
         rowwise = _row_kernels(model, random)
         report = {name: _compare(kernel, width, dtype, random) for name, kernel, width, dtype in rowwise}
-        distinct = {head_shape(module): module for module in attention}
+        distinct = {(*head_shape(m), bool(getattr(m, "sliding_window", None))): m for m in attention}
+        short, apart = short_context(model), always_apart(model)
         for module in distinct.values():
-            draws = [dict(_attention(module, random)) for _ in range(4)]
+            draws = [
+                {**_attention(module, random, short, exact and apart), **_attention(module, random, 0, exact, SHORT)}
+                for _ in range(4)
+            ]
             report |= {name: _verdict([p for draw in draws for p in draw[name]]) for name in draws[0]}
         for module, _ in alike(stateful):
             report |= _state(module, model, cache_name, random)
@@ -116,8 +122,11 @@ def _row_kernels(model: nn.Module, random: torch.Generator) -> Iterator[tuple[st
             name = f"{type(called).__name__} {_shape(weight)} {str(weight.dtype)[6:]}"
             if branch := branch_of(module):
                 name += f" with adapter of rank {len(branch.a)}"
-            kernels.setdefault(name, (name, as_rows(called), weight.shape[-1], dtype))
+            kernel = routed(called) if module in routers else _first_output(module)
+            kernels.setdefault(name, (name, kernel, weight.shape[-1], dtype))
     yield from kernels.values()
+    if any(getattr(module, "out_features", 0) == 1 for module in model.modules()):  # gates of shared experts
+        yield "sigmoid of a gate", torch.sigmoid, 1, dtype
     layers = [m.moebench for m in expert_modules(model).values() if hasattr(m, "moebench")]
     if layers:
         yield from _expert_kernels(layers[0], model.config.get_text_config().num_experts_per_tok, dtype, random)
@@ -142,31 +151,57 @@ def _random_part(spec: TensorSpec, random: torch.Generator) -> torch.Tensor:
     return torch.randint(-128, 128, spec.shape, generator=random, dtype=torch.int8).view(DTYPES[spec.dtype])
 
 
-def _attention(module: nn.Module, random: torch.Generator) -> Iterator[tuple[str, Pairs]]:
-    """Causal windows against rows one by one, over PAST cached positions; then with masked padding against none."""
+def _first_output(module: nn.Module) -> Kernel:
+    """The module as a function of rows: a gated norm gates rows by themselves."""
+    gated = "gate" in inspect.signature(module.forward).parameters
+
+    def kernel(x: torch.Tensor) -> torch.Tensor:
+        output = module(x, **({"gate": x} if gated else {}))
+        return output[0] if isinstance(output, tuple) else output
+
+    return kernel
+
+
+def _attention(
+    module: nn.Module, random: torch.Generator, past: int, apart: bool, context: str = ""
+) -> dict[str, Pairs]:
+    """Causal windows against rows one by one, over ``past`` cached positions; then with masked padding against none."""
     kind = module.config._attn_implementation
     function = sys.modules[type(module).__module__].eager_attention_forward
     if kind != "eager":
         function = ALL_ATTENTION_FUNCTIONS[kind]
     heads, kv_heads, key_size, value_size = head_shape(module)
-    dtype = next(module.parameters()).dtype
-    length = PAST + max(ROWS)
+    dtype, most = next(module.parameters()).dtype, getattr(module, "sliding_window", None) or past + max(ROWS)
+    length = past + max(ROWS)
     shapes = ((heads, max(ROWS), key_size), (kv_heads, length, key_size), (kv_heads, length, value_size))
     q, k, v = (torch.randn(1, *shape, generator=random).to(dtype) for shape in shapes)
 
-    def window(first: int, n: int, start: int = 0, padding: int = 0) -> torch.Tensor:
-        end = PAST + first + n
-        mask = torch.full((n, end), torch.finfo(dtype).min, dtype=dtype).triu(PAST + first + 1)
-        mask[:, :padding] = torch.finfo(dtype).min
-        mask = mask[None, None] if n > 1 or padding else None
-        rows, keys, values = q[:, :, first : first + n], k[:, :, start:end], v[:, :, start:end]
-        return function(module, rows, keys, values, mask, scaling=module.scaling)[0][0]
+    def one(row: int, start: int = 0) -> torch.Tensor:
+        """A step: over what a cache that forgets beyond a sliding window holds."""
+        end = past + row + 1
+        cached = slice(max(start, end - most), end)
+        return function(module, q[:, :, row : row + 1], k[:, :, cached], v[:, :, cached], None, scaling=module.scaling)[
+            0
+        ][0]
 
-    name = f"{kind} attention, {heads} heads of {key_size}"
-    alone = torch.cat([window(i, 1) for i in range(max(ROWS))])
-    yield name, [(window(0, n), alone[:n]) for n in ROWS]
-    alone = torch.cat([window(i, 1, start=PADDING) for i in range(max(ROWS))])
-    yield name + PADDED, [(window(0, n, padding=PADDING), alone[:n]) for n in ROWS]
+    def window(n: int, padding: int = 0) -> torch.Tensor:
+        """A pass over the first ``n`` rows."""
+        end, first = past + n, max(0, past + 1 - most)
+        low = torch.finfo(dtype).min
+        mask = torch.full((n, end), low, dtype=dtype).triu(past + 1)
+        mask += torch.full((n, end), low, dtype=dtype).tril(past - most)
+        mask[:, :padding] = low
+        attend = attend_paths if apart and n > 1 else function
+        keys, values = k[:, :, first:end], v[:, :, first:end]
+        return attend(module, q[:, :, :n], keys, values, mask[None, None, :, first:], scaling=module.scaling)[0][0]
+
+    name = f"{kind} attention, {heads} heads of {key_size}{context}"
+    alone = torch.cat([one(i) for i in range(max(ROWS))])
+    pairs = {name: [(window(n), alone[:n]) for n in ROWS[1:]]}
+    if past > PADDING:
+        alone = torch.cat([one(i, start=PADDING) for i in range(max(ROWS))])
+        pairs[name + PADDED] = [(window(n, padding=PADDING), alone[:n]) for n in ROWS[1:]]
+    return pairs
 
 
 def _state(
@@ -175,7 +210,8 @@ def _state(
     """Windows of one sequence against its positions one by one, and many sequences against each alone."""
     name = f"{type(module).__name__} of {sum(p.numel() for p in module.parameters())} parameters"
     parameter = next(p for p in module.parameters() if p.dim() == 2)
-    x = torch.randn(max(SEQUENCES), 5, parameter.shape[1], generator=random).to(parameter.dtype)
+    hidden = model.config.get_text_config().hidden_size
+    x = torch.randn(max(SEQUENCES), 5, hidden, generator=random).to(parameter.dtype)
 
     def run(x: torch.Tensor, *ends: int) -> torch.Tensor:
         """The passes over [B, S, H] that end at ``ends``, as rows [B * S, H]."""

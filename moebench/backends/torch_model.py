@@ -24,7 +24,7 @@ from moebench.backends.torch_ops import TorchOps
 from moebench.backends.torch_routers import selection_biases, settle_routers
 from moebench.backends.torch_source import empty_model, expert_names, float_type, load_model
 from moebench.backends.torch_state import Memory, cache_argument, held_bytes
-from moebench.backends.torch_window import attention_by_path, path_mask
+from moebench.backends.torch_window import always_apart, attention_by_path, path_mask, short_context
 from moebench.step import VERIFY, Step
 from moebench.store.pack import file_hash
 
@@ -43,6 +43,7 @@ class TransformersBackend(Backend):
         self.model, self.numerics, self._ops = model, numerics, TorchOps()
         self._cache_name = cache_argument(model)
         self._memory = Memory(model, self._cache_name, numerics == "row_invariant")
+        self._short, self._apart = short_context(model), always_apart(model)
         self.reset(1)
 
     def reset(self, batch: int) -> None:
@@ -78,13 +79,15 @@ class TransformersBackend(Backend):
             mask = None if self._seen.all() else self._seen.long()
         positions = np.maximum(step.position, 0).reshape(tokens.shape)
         exact = self.numerics == "row_invariant"
+        short = self._apart or self.length - tokens.shape[1] < self._short
+        apart = exact and (by_path or (short and tokens.shape[1] > 1))
         self._begin(server, None if full else ~step.valid)
         self._memory.valid = None if full else torch.from_numpy(step.valid.reshape(tokens.shape))
         try:
             with (
                 torch.inference_mode(),
                 plain_kernels(exact),
-                attention_by_path(self.model, by_path and exact),
+                attention_by_path(self.model, apart),
                 self._memory.window(self.cache) if verifies else nullcontext(),
             ):
                 output = self.model(
@@ -164,8 +167,9 @@ class TransformersBackend(Backend):
 
     def probe_row_invariance(self) -> dict[str, Any]:
         """Per kernel: whether 2 to 33 rows at once give the bits of one by one, and the largest difference."""
-        with plain_kernels(self.numerics == "row_invariant"):
-            return probe_kernels(self.model, self._memory.modules, self._cache_name)
+        exact = self.numerics == "row_invariant"
+        with plain_kernels(exact):
+            return probe_kernels(self.model, self._memory.modules, self._cache_name, exact)
 
 
 class TorchBackend(TransformersBackend):
@@ -196,7 +200,8 @@ class TorchBackend(TransformersBackend):
             raise BackendError(f"{dense_path} is damaged (hash {found}): remove {folder} and pack again")
         load_dense(model, dense_path)
         self._live = install(model, pack.manifest.tensors, float_type(dtype))
-        settle_routers(model, numerics == "row_invariant")
+        with plain_kernels(exact := numerics == "row_invariant"):
+            settle_routers(model, exact)
         self._adapters: Installed | None = None
         super().__init__(model, threads, numerics)
         if numerics == "row_invariant":

@@ -1,8 +1,8 @@
 """Routers as every family has them: which module scores, what it adds for choosing, and how a choice comes to depend on
 its row alone and to name the best first.
 
-Routers that keep float32 weights multiply in float32, where torch gives many rows at once other last bits than each
-alone; and some leave their choice unsorted. Both are mended around the family's own code, call by call.
+Routers that multiply or take sigmoids in float32 give many rows at once other last bits than each alone, and some leave
+their choice unsorted. Both are mended around the family's own code.
 """
 
 from __future__ import annotations
@@ -19,52 +19,52 @@ from torch.overrides import TorchFunctionMode
 
 from moebench.backends.torch_experts import expert_modules, router_module
 
+SAMPLE = 256  # rows that a router is tried on
 BIASES = ("e_score_correction_bias", "expert_bias")
 
 
 class Settled(TorchFunctionMode):
-    """While it is entered, top-k is sorted and, if ``exact``, a float32 product of many rows is made of products of one
-    row, and a convolution of many sequences of convolutions of one. ``changed`` says whether anything was.
-    """
-
-    def __init__(self, exact: bool) -> None:
-        super().__init__()
-        self.exact, self.changed = exact, False
+    """While it is entered, top-k is sorted and a convolution of many sequences is made of convolutions of one."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.topk and not kwargs.get("sorted", True):
-            self.changed, kwargs = True, {**kwargs, "sorted": True}
-        elif func is F.linear and self.exact and args[1].dtype == torch.float32 and args[0].dim() == 2:
-            self.changed = True
-            if len(args[0]) > 1:
-                # copies, so that every row starts at an aligned address
-                return torch.cat([func(row.clone(), *args[1:], **kwargs) for row in args[0].split(1)])
-        elif func is F.conv1d and self.exact and len(args[0]) > 1:
-            self.changed = True
+            kwargs = {**kwargs, "sorted": True}
+        elif func is F.conv1d and len(args[0]) > 1:
             return torch.cat([func(sequence, *args[1:], **kwargs) for sequence in args[0].split(1)])
         return func(*args, **kwargs)
 
 
 def settle_routers(model: nn.Module, exact: bool) -> None:
-    """Let every router of ``model`` that needs it run under ``Settled``; others stay as they are."""
+    """Let every router of ``model`` name its best expert first and, if ``exact``, run row by row where its rows' bits
+    depend on their number. The others stay as they are.
+    """
+    random = torch.Generator().manual_seed(0)
     dtype = model.get_input_embeddings().weight.dtype  # type: ignore[operator]
     for name in expert_modules(model):
-        router = outer_router(model, name)
-        width = router_module(model, name).weight.shape[1]
-        settled = Settled(exact)
-        with torch.inference_mode(), settled:
-            as_rows(router)(torch.zeros(2, width, dtype=dtype))
-        if settled.changed:
-            router.forward = _under(settled, router.forward)
+        router, scorer = outer_router(model, name), router_module(model, name)
+        x = torch.randn(SAMPLE, scorer.weight.shape[1], generator=random).to(dtype)
+        outputs = routed(router)
+        with torch.inference_mode():
+            plain = outputs(x)
+            with Settled():
+                unsorted = not torch.equal(outputs(x), plain)
+            single = torch.cat([outputs(row) for row in x.split(1)])
+        rowwise = exact and (scorer.weight.dtype == torch.float32 != dtype or not torch.equal(plain, single))
+        if unsorted or rowwise:
+            router.forward = _settled(router.forward, rowwise)
 
 
-def _under(settled: Settled, plain: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with settled:
-            return plain(*args, **kwargs)
+def _settled(plain: Callable[..., Any], rowwise: bool) -> Callable[..., Any]:
+    def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        with Settled():
+            if not rowwise or (rows := hidden.reshape(-1, hidden.shape[-1])).shape[0] == 1:
+                return plain(hidden, *args, **kwargs)
+            # copies, so that every row starts at an aligned address
+            parts = [plain(row.clone(), *args, **kwargs) for row in rows.split(1)]
+        return tuple(torch.cat(same) for same in zip(*parts, strict=True))
 
     forward.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined]
     return forward
@@ -80,16 +80,13 @@ def outer_router(model: nn.Module, experts_name: str) -> nn.Module:
     return scorer
 
 
-def as_rows(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The module as a function of rows [N, in] to its first output: a gated norm gates rows by themselves, a router
-    adds no bias.
-    """
-    wanted = inspect.signature(module.forward).parameters
-    extra = {name: torch.zeros(len(module.weight)) for name in BIASES if name in wanted}  # type: ignore[arg-type]
+def routed(router: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The router as a function of rows [N, in] to all that it says of them, fp32 [N, E + 2k]; without a bias."""
+    wanted = inspect.signature(router.forward).parameters
 
     def kernel(x: torch.Tensor) -> torch.Tensor:
-        output = module(x, **extra, **({"gate": x} if "gate" in wanted else {}))
-        return output[0] if isinstance(output, tuple) else output
+        biases = {name: torch.zeros(router.num_experts) for name in BIASES if name in wanted}
+        return torch.cat([part.float() for part in router(x, **biases)], -1)
 
     return kernel
 

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
 from moebench.backends.torch_experts import BackendError, expert_modules, expert_parameters
@@ -30,6 +31,7 @@ logging.set_verbosity_error()
 # Model types of the hub whose own code computes what a class of transformers does.
 SAME_MODEL = {"kimi_k2": "deepseek_v3"}
 MOST_LAYERS = 2048  # beyond any model; even an empty one of more takes memory
+LABELS = ("num_labels", "id2label", "label2id")  # of classifiers, which nothing here is; a table of them takes memory
 FLOATS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -46,7 +48,7 @@ QUANTISATION = ("quantization", "quantization_config")  # how a checkpoint is qu
 def load_model(folder: str | Path, dtype: str, attention: str = "eager") -> PreTrainedModel:
     """Load a local model folder with transformers, quantised weights as the numbers they stand for.
 
-    Never from the network, and never running the folder's code.
+    Never from the network, and never running the folder's code. A family without sdpa gets eager attention for it.
     """
     config = load_config(folder)
     try:
@@ -54,14 +56,14 @@ def load_model(folder: str | Path, dtype: str, attention: str = "eager") -> PreT
             folder,
             config=model_config(config),
             dtype=float_type(dtype),
-            attn_implementation=attention,
+            attn_implementation=_attention(model_config(config), attention),
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
             **_plain_weights(config),
         )
     except Exception as error:  # transformers raises whatever a damaged file leads it to
-        raise BackendError(f"cannot load the model at {folder}: {' '.join(str(error).split())[:300]}") from None
+        raise BackendError(f"cannot load the model at {folder}: {_said(error)}") from None
     if missing := sorted(found["missing_keys"]):  # transformers would leave random numbers in their place
         raise BackendError(f"the model at {folder} lacks {len(missing)} tensors: {', '.join(missing[:3])}")
     return model.eval()
@@ -74,7 +76,7 @@ def load_config(folder: str | Path) -> dict[str, Any]:
         raise BackendError(f"no transformers model at {folder}: it has no config.json")
     try:
         config = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BackendError(f"{path} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise BackendError(f"{path} is not a JSON object")
@@ -89,8 +91,9 @@ def model_config(config: Mapping[str, Any]) -> PreTrainedConfig:
         raise BackendError(
             f"model type {str(config.get('model_type'))[:60]!r} is not one that this transformers version knows"
         )
-    settings = {k: v for k, v in config.items() if k not in ("auto_map", "model_type")}
+    settings = {k: v for k, v in config.items() if k not in ("auto_map", "model_type", *LABELS)}
     try:
+        _require_few_layers(settings)  # before lists of so many entries are made
         made = CONFIG_MAPPING[kind].from_dict(settings)
         if not 1 <= made.get_text_config().num_hidden_layers <= MOST_LAYERS:
             raise ValueError(f"num_hidden_layers is not within 1 to {MOST_LAYERS}")
@@ -99,18 +102,30 @@ def model_config(config: Mapping[str, Any]) -> PreTrainedConfig:
         raise BackendError(f"config.json of {kind}: {' '.join(str(error).split())[:300]}") from None
 
 
+def _attention(config: PreTrainedConfig, attention: str) -> str:
+    family = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    lacks = attention == "sdpa" and family is not None and not family._supports_sdpa
+    return "eager" if lacks else attention
+
+
 def empty_model(config: Mapping[str, Any], dtype: str, attention: str = "eager") -> PreTrainedModel:
-    """The model of a configuration dict with every tensor on the meta device: shapes and no memory."""
+    """The model of a configuration dict with every tensor on the meta device: shapes and no memory.
+
+    A family without sdpa gets eager attention for it.
+    """
     plain = {k: v for k, v in config.items() if k not in QUANTISATION}  # it has the plain weights
     settings = model_config(plain)
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(
-                settings, dtype=float_type(dtype), attn_implementation=attention, trust_remote_code=False
+                settings,
+                dtype=float_type(dtype),
+                attn_implementation=_attention(settings, attention),
+                trust_remote_code=False,
             ).eval()
     except Exception as error:  # as above, and of model types that generate no text
         raise BackendError(
-            f"no model of this {settings.model_type} configuration: {' '.join(str(error).split())[:300]}"
+            f"no model of this {settings.model_type} configuration: {_said(error)}"
         ) from None
 
 

@@ -1,6 +1,8 @@
-"""Attention of a window whose rows do not simply follow each other: each row sees its own path and nothing else.
+"""Attention of a window's rows one by one, each over the columns that it would see in a pass of its own.
 
-Knows masks and a family's own attention function; knows no cache layer and no server.
+A draft's rows do not simply follow each other. And rows that do get other last bits together than alone where the
+context is short, where a sliding window has moved on, or where a sink stands behind the columns. Knows masks and a
+family's own attention function; knows no cache layer and no server.
 """
 
 from __future__ import annotations
@@ -14,11 +16,27 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from moebench.backends.torch_geometry import attention_modules, head_shape
 from moebench.step import Step
 
 NAME = "moebench_paths"
+
+
+def short_context(model: nn.Module) -> int:
+    """Columns below which a row attends by itself: torch sums rows shorter than a vector of numbers, and multiplies
+    matrices of fewer than 400 products (its ``bmm`` on CPU), by loops of another order.
+    """
+    sizes = [size for module in attention_modules(model) for size in head_shape(module)[2:]]
+    return max(32, -(-400 // min(sizes, default=400)))
+
+
+def always_apart(model: nn.Module) -> bool:
+    """Whether rows attend by themselves in any context: a sink or a sliding window moves the terms of their sums."""
+    modules = attention_modules(model)
+    return any(hasattr(module, "sinks") or getattr(module, "sliding_window", None) for module in modules)
 
 
 def path_mask(step: Step, seen: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
@@ -44,11 +62,14 @@ def attend_paths(
     columns go together.
 
     What is masked between or behind them moves the terms of the sums, so a row that skips columns would get other last
-    bits than in a pass of its own. Padding in front stays, as such a pass has it too.
+    bits than in a pass of its own. Padding in front stays within a sliding window, as such a pass has it too.
     """
     eager = sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
     visible = mask[:, 0] == 0
     own = visible | (visible.cumsum(-1) == 0)  # bool [B, W, T]
+    if window := getattr(module, "sliding_window", None):
+        rows, columns = visible.shape[1:]
+        own &= torch.arange(columns) > torch.arange(columns - rows, columns)[:, None] - window
     counts = own.sum(-1)
     out = None
     for count in counts.unique().tolist():
@@ -76,6 +97,7 @@ def attention_by_path(model: PreTrainedModel, on: bool) -> Iterator[None]:
         yield
         return
     ALL_ATTENTION_FUNCTIONS.register(NAME, attend_paths)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, eager_mask)
     before = model.config._attn_implementation
     model.config._attn_implementation = NAME
     try:

@@ -19,6 +19,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from moebench.backends.torch_experts import expert_modules, expert_parameters, router_module
 from moebench.backends.torch_lora import dense_projections
 from moebench.backends.torch_model import cache_argument
+from moebench.backends.torch_routers import selection_bias
 from moebench.routing import RoutingLaw, sparsemixer
 from moebench.store.layout import QuantSpec
 from moebench.store.quant import dequantize, quantize
@@ -98,6 +99,7 @@ class Student(nn.Module):
         self.law, self.plan, self.mode, self.first_token = law, plan, "predicted", plan.first_token
         modules = expert_modules(model)
         self.routers = [router_module(model, name) for name in modules]
+        self.biases = [selection_bias(model, name) for name in modules]
         self.experts = next(iter(modules.values())).num_experts
         self.heads = nn.ModuleDict({str(n): Head(self.routers[n + 1].weight) for n in plan.owners})
         self.scale = alpha / rank
@@ -139,8 +141,7 @@ class Student(nn.Module):
         if self.mode == "predicted" and layer in plan.consumers:
             logits, used = self._prediction(layer)
             if logits is not None:
-                bias = getattr(self.routers[layer], "e_score_correction_bias", None)
-                own, own_weights = differentiable(self.law, logits.reshape(-1, self.experts), k, bias)
+                own, own_weights = differentiable(self.law, logits.reshape(-1, self.experts), k, self.biases[layer])
                 used = used.reshape(-1, 1)
                 ids, weights = torch.where(used, own, ids), torch.where(used, own_weights, weights)
         if layer in plan.owners:
