@@ -16,6 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from moebench.backends.torch_experts import BackendError, expert_modules, expert_parameters
 from moebench.backends.torch_source import empty_model
 from moebench.backends.torch_state import cache_argument, held_bytes, stateful_modules
+from moebench.errors import MoebenchError
 from moebench.geometry import Geometry
 
 
@@ -25,9 +26,19 @@ def geometry_of(config: Mapping[str, Any], name: str, quant: str = "int4", group
     ``kv_bytes_per_token`` is for a bf16 cache; layers with a sliding window count in full. ``fixed_state_bytes`` are
     recurrent states, which are float32 in every family, and convolution states in bf16. Dense blocks that differ in
     size are inside ``other_parameters``. Raises ``BackendError`` where a layer is neither attention nor carries such
-    a state, or where layers have unlike experts.
+    a state, where layers have unlike experts, or where sizes do not go together.
     """
     model = empty_model(config, "bfloat16")
+    try:
+        return _counted(model, name, quant, group)
+    except MoebenchError:
+        raise
+    except Exception as error:  # torch and transformers raise whatever a wrong size leads them to
+        said = " ".join(str(error).split())[:200] or type(error).__name__
+        raise BackendError(f"{name}: no geometry of this configuration, its sizes do not go together: {said}") from None
+
+
+def _counted(model: PreTrainedModel, name: str, quant: str, group: int) -> Geometry:
     modules, text = expert_modules(model), model.config.get_text_config()
     first = next(iter(modules.values()))
     hidden, intermediate = first.down_proj.shape[1:] if not first.is_transposed else first.down_proj.shape[:0:-1]
