@@ -102,6 +102,17 @@ def model_config(config: Mapping[str, Any]) -> PreTrainedConfig:
         raise BackendError(f"config.json of {kind}: {' '.join(str(error).split())[:300]}") from None
 
 
+def _require_few_layers(settings: Mapping[str, Any]) -> None:
+    for part in (settings, settings.get("text_config")):
+        count = part.get("num_hidden_layers") if isinstance(part, Mapping) else None
+        if isinstance(count, int) and count > MOST_LAYERS:
+            raise ValueError(f"num_hidden_layers is not within 1 to {MOST_LAYERS}")
+
+
+def _said(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
 def _attention(config: PreTrainedConfig, attention: str) -> str:
     family = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     lacks = attention == "sdpa" and family is not None and not family._supports_sdpa
@@ -124,9 +135,7 @@ def empty_model(config: Mapping[str, Any], dtype: str, attention: str = "eager")
                 trust_remote_code=False,
             ).eval()
     except Exception as error:  # as above, and of model types that generate no text
-        raise BackendError(
-            f"no model of this {settings.model_type} configuration: {_said(error)}"
-        ) from None
+        raise BackendError(f"no model of this {settings.model_type} configuration: {_said(error)}") from None
 
 
 def _plain_weights(config: Mapping[str, Any]) -> dict[str, Any]:
