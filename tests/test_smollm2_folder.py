@@ -120,6 +120,7 @@ def small(monkeypatch):
     monkeypatch.setattr(texts, "TRAINING", ("pluggy", "xxhash", "psutil"))
     monkeypatch.setattr(texts, "HELD_OUT", ("iniconfig", "rich"))
     monkeypatch.setattr(command, "LENGTH", 48)
+    monkeypatch.setattr(command, "PIECE", 24)
     monkeypatch.setattr(command, "GIVEN", 16)
     monkeypatch.setattr(command, "HELD_OUT", 4)
 
@@ -152,7 +153,7 @@ def test_the_whole_command_goes_on_where_it_was_stopped(small, tiny_dense, tiny_
     assert set(said["perplexity"]["written by SmolLM2"]) == {"dense", "split", "distilled"}
     assert "Apache-2.0" in (whole / "README.md").read_text()
     pairs = [json.loads(line) for line in (whole / "texts" / "training.jsonl").read_text().splitlines()]
-    assert len(pairs) == 8
+    assert len(pairs) == 16  # 8 windows of 48 tokens in pieces of 24
     assert all(set(pair) == {"prompt", "completion"} for pair in pairs)
 
     config = json.loads((whole / "config.json").read_text())

@@ -86,12 +86,16 @@ def write_draft(folder: Path, dense: Any, tokenizer: Any) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def write_texts(folder: Path, tokenizer: Any, training: np.ndarray, held_out: np.ndarray, given: int) -> None:
-    """JSON lines of windows int64 [N, S]: ``prompt`` is the first ``given`` tokens, ``completion`` the others."""
+def write_texts(
+    folder: Path, tokenizer: Any, training: np.ndarray, held_out: np.ndarray, length: int, given: int
+) -> None:
+    """JSON lines of windows int64 [N, S], cut into pieces of ``length`` tokens: ``prompt`` is the first ``given`` of
+    them, ``completion`` the others.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for name, ids in (("training", training), ("held_out", held_out)):
         with open(folder / f"{name}.jsonl", "w", encoding="utf-8") as out:
-            for row in ids.tolist():
+            for row in ids.reshape(-1, length).tolist():
                 pair = {"prompt": tokenizer.decode(row[:given]), "completion": tokenizer.decode(row[given:])}
                 out.write(json.dumps(pair, ensure_ascii=False) + "\n")
 

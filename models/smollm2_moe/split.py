@@ -19,9 +19,12 @@ from moebench.models.smollm2_moe.clusters import balanced, borrowed, profiles, s
 from moebench.models.smollm2_moe.student import Shape, SplitFeedForward
 
 CLUSTERED = 8192  # tokens on which neurons are compared
-RIDGE = 1e-3  # of a regression, in units of its mean diagonal
-TEMPERATURE = 1.0  # standard deviation of the router's logits
-ROWS = 4096  # tokens of one pass of attention
+# Ridges are in units of a Gram matrix's mean diagonal; what is refitted has 2000 inputs, and text is short.
+ROUTER_RIDGE, REFIT_RIDGE = 1e-2, 0.3
+# Standard deviation of the router's logits. An expert's neurons should count the same wherever it runs, so weights are
+# kept nearly equal; 0 would be nearest to the dense model, and would leave nothing to those who predict logits.
+SPREAD = 0.2
+ROWS = 4096  # tokens computed at once, where what is between is large
 
 
 @dataclass(frozen=True)
@@ -61,21 +64,17 @@ def expert_norms(dense: Any, activations: torch.Tensor, members: np.ndarray) -> 
     return torch.stack(norms, -1)
 
 
-def ridge(features: torch.Tensor, wanted: torch.Tensor, start: torch.Tensor | None = None) -> torch.Tensor:
-    """[D, K] that maps features [N, D] to wanted [N, K] with the least squared error, drawn towards ``start``."""
-    gram = (features.T @ features).double()
-    gram += torch.eye(len(gram), dtype=torch.double) * (RIDGE * gram.diagonal().mean())
-    rest = wanted if start is None else wanted - features @ start
-    found = torch.linalg.solve(gram, (features.T @ rest).double()).float()
-    return found if start is None else start + found
+def solve(gram: torch.Tensor, moments: torch.Tensor, ridge: float) -> torch.Tensor:
+    """[D, K] that maps features to targets with the least squared error, from F^T F [D, D] and F^T Y [D, K]."""
+    damped = gram.double() + torch.eye(len(gram), dtype=torch.double) * (ridge * gram.diagonal().mean())
+    return torch.linalg.solve(damped, moments.double()).float()
 
 
 def route(squares: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Router [E, H] whose logits of x [N, H] follow the logarithm of the squared norms [N, E]."""
     logs = squares.clamp_min(1e-12).log()
-    logs = logs - logs.mean(-1, keepdim=True)
-    router = ridge(x, logs).T
-    return router * (TEMPERATURE / F.linear(x, router).std())
+    router = solve(x.T @ x, x.T @ (logs - logs.mean(-1, keepdim=True)), ROUTER_RIDGE).T
+    return router * (SPREAD / F.linear(x, router).std())
 
 
 def split_layer(
@@ -98,13 +97,28 @@ def split_layer(
     squared[:, shared] = 0.0
     extra = borrowed(squared, members, chosen[some].numpy(), shape.width - shape.own)
     order = fill(split, dense, shared, members, extra)
-    features = activations[:, order]
-    features[:, shape.shared :].unflatten(-1, (shape.experts, shape.width)).mul_(weights[..., None])
+
+    def features(at: int) -> torch.Tensor:  # weights around 1, so that a ridge weighs all rows alike
+        rows = activations[at : at + ROWS, order]
+        routed = rows[:, shape.shared :].unflatten(-1, (shape.experts, shape.width))
+        routed.mul_(shape.experts * weights[at : at + ROWS, :, None])
+        return rows
+
+    begins = range(0, len(x), ROWS)
     start = split.down.data.T.clone()
-    start[shape.shared :] /= weights[chosen].mean()
-    unfitted = (features @ start - target).square().sum()
-    split.down.data = ridge(features, target.lerp(due, pull), start).T.contiguous()
-    given = F.linear(features, split.down)
+    start[shape.shared :] /= shape.experts * weights[chosen].mean()
+    wanted = target.lerp(due, pull)
+    gram, moments, unfitted = torch.zeros(len(start), len(start)), torch.zeros_like(start), torch.zeros(())
+    for at in begins:
+        rows = features(at)
+        plain = rows @ start
+        gram += rows.T @ rows
+        moments += rows.T @ (wanted[at : at + ROWS] - plain)
+        unfitted += (plain - target[at : at + ROWS]).square().sum()
+    fitted = start + solve(gram, moments, REFIT_RIDGE)
+    given = torch.cat([features(at) @ fitted for at in begins])
+    fitted[shape.shared :] *= shape.experts
+    split.down.data = fitted.T.contiguous()
     total, scale = norms.sum(), target.square().sum()
     shares = (norms * chosen).sum() / total, norms.topk(shape.top_k, dim=-1).values.sum() / total
     errors = unfitted / scale, (given - target).square().sum() / scale

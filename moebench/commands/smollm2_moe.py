@@ -19,7 +19,7 @@ from moebench.config import at_least, option
 from moebench.errors import UsageError
 
 LENGTH = 256  # tokens of a window
-GIVEN = 64  # of which so many are the prompt in texts/
+PIECE, GIVEN = 64, 24  # tokens of an item in texts/, and of its prompt
 HELD_OUT = 16  # windows of each held-out text
 BATCH = 48  # windows that the model writes at once
 WORK = "work"  # what an interrupted run goes on from
@@ -120,7 +120,7 @@ def make(options: SmolWords, shape: Any, folder: Path, dense: Any, tokenizer: An
         for text in held
     }
     hashes = {name: texts.token_hash(windows) for name, windows in ids.items()}
-    files.write_texts(folder / "texts", tokenizer, ids["written"], ids["unseen"], GIVEN)
+    files.write_texts(folder / "texts", tokenizer, ids["written"], ids["unseen"], PIECE, GIVEN)
     if options.draft:
         files.write_draft(folder / "draft", dense, tokenizer)
     files.write(folder, made, tokenizer, shape, weights, said, reports, perplexity, hashes, losses, work.seconds)
