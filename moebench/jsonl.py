@@ -14,14 +14,14 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     items = []
     try:
         lines = path.read_text().splitlines()
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: {getattr(error, 'strerror', None) or 'not a text file'}") from None
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
                 item = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UsageError(f"{path}, line {number}: not JSON ({error.msg})") from None
+            except (ValueError, RecursionError) as error:
+                raise UsageError(f"{path}, line {number}: not JSON ({str(error)[:200]})") from None
             if not isinstance(item, dict):
                 raise UsageError(f"{path}, line {number}: expected an object")
             items.append(item)

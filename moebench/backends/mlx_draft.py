@@ -5,7 +5,6 @@ Knows nothing of the model it drafts for but the size of its vocabulary.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import mlx.core as mx
@@ -17,6 +16,7 @@ from moebench.backends.base import BackendError
 from moebench.backends.drafting import TextDrafter
 from moebench.backends.mlx_load import empty_model, load_dense, plain_config
 from moebench.backends.mlx_state import hold
+from moebench.backends.torch_source import load_config
 
 
 class MlxDrafter(TextDrafter):
@@ -27,7 +27,7 @@ class MlxDrafter(TextDrafter):
         files = sorted(folder.glob("*.safetensors"))
         if not (folder / "config.json").is_file() or not files:
             raise BackendError(f"no model at {folder}: it has no config.json, or no safetensors")
-        config = plain_config(json.loads((folder / "config.json").read_text()))
+        config = plain_config(load_config(folder))
         self.model = empty_model(config)
         load_dense(self.model, {}, config, False, *files)
         if {type(cache) for cache in self.empty()} != {KVCache}:

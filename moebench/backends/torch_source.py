@@ -99,14 +99,16 @@ def model_config(config: Mapping[str, Any]) -> PreTrainedConfig:
             raise ValueError(f"num_hidden_layers is not within 1 to {MOST_LAYERS}")
         return made
     except Exception as error:  # transformers raises whatever a wrong value leads it to
-        raise BackendError(f"config.json of {kind}: {' '.join(str(error).split())[:300]}") from None
+        raise BackendError(f"config.json of {kind}: {_said(error)}") from None
 
 
 def _require_few_layers(settings: Mapping[str, Any]) -> None:
-    for part in (settings, settings.get("text_config")):
-        count = part.get("num_hidden_layers") if isinstance(part, Mapping) else None
-        if isinstance(count, int) and count > MOST_LAYERS:
-            raise ValueError(f"num_hidden_layers is not within 1 to {MOST_LAYERS}")
+    """Raise ``ValueError`` where a count of layers, here or in a nested configuration, is that of no model."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            _require_few_layers(value)
+        elif str(name).endswith(("layer", "layers")) and isinstance(value, int | float) and value > MOST_LAYERS:
+            raise ValueError(f"{name} is above {MOST_LAYERS}")
 
 
 def _said(error: Exception) -> str:

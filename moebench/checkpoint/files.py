@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,8 +92,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_header(path: Path) -> dict[str, Stored]:
     """The tensors of one safetensors file: their bytes must fill the file behind the header, without gap or overlap."""
-    if not path.is_file():
-        raise StoreError(f"{path.parent}: file {path.name} is missing; is the download complete?")
+    if not os.path.isfile(path):  # of names that cannot be as well
+        raise StoreError(f"{path.parent}: file {path.name[:120]} is missing; is the download complete?")
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")

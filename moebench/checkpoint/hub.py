@@ -37,10 +37,10 @@ def find_model(word: str) -> Path:
     hint = f"get it with: hf download {word}"
     try:
         revision = (cache / "refs" / "main").read_text().strip()
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         raise UsageError(f"model={word} is neither a folder nor in the hub cache ({cache}); {hint}") from None
     snapshot = cache / "snapshots" / revision
-    if not re.fullmatch(r"[\w.-]+", revision) or not (snapshot / "config.json").is_file():
+    if not re.fullmatch(r"[\w.-]+", revision) or not os.path.isfile(snapshot / "config.json"):
         raise UsageError(f"model={word} is incomplete in the hub cache: {snapshot} has no config.json; {hint}")
     if missing := _missing(snapshot):
         raise UsageError(f"model={word} is incomplete in the hub cache: {snapshot} lacks {missing}; {hint}")
@@ -65,6 +65,7 @@ def _missing(snapshot: Path) -> str:
         files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except OSError:
         return "" if any(snapshot.glob("model*.safetensors")) else "model.safetensors"
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return ""  # said when the folder is read
-    return next((str(file) for file in files if not (snapshot / str(file)).is_file()), "")
+    named = [file for file in files if isinstance(file, str) and file == Path(file).name]  # others: said when read
+    return next((file for file in named if not os.path.isfile(snapshot / file)), "")

@@ -4,7 +4,6 @@ and kept.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from typing import Any
 
 import xxhash
 
+from moebench.checkpoint.files import Checkpoint
 from moebench.errors import MoebenchError, UsageError
 from moebench.geometry import Geometry
 from moebench.harness.backend import BYTE_LAYOUTS
@@ -69,11 +69,9 @@ def as_packed(geometry: Geometry, pack: Pack) -> Geometry:
 def folder_geometry(folder: Path, name: str, quant: str) -> Geometry:
     """The geometry of a model folder by its configuration alone: no weights are read, no pack is made."""
     from moebench.backends.torch_geometry import geometry_of
+    from moebench.backends.torch_source import load_config
 
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except ValueError as error:
-        raise MoebenchError(f"{folder / 'config.json'} is not JSON: {error}") from None
+    config = load_config(folder)
     if quant != "stored":
         return geometry_of(config, name, quant)
     from moebench.checkpoint.mlx_source import stored_form
@@ -100,6 +98,7 @@ def with_drafter(model: LiveModel, backend: Any, folder: str | Path | None) -> L
     """``model`` with the dense model of ``folder`` (None: without) to draft for it; both must name tokens alike."""
     if folder is None:
         return model
+    Checkpoint(folder)  # every header is checked before a library reads it
     own, other = model.tokenizer.get_vocab(), load_tokenizer(Path(folder)).get_vocab()
     if own != other:
         token = next((t for t in own if other.get(t) != own[t]), None) or next(t for t in other if t not in own)

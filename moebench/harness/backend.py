@@ -6,7 +6,6 @@ A library is never chosen by what is installed: a row computed by another would 
 from __future__ import annotations
 
 import importlib.util
-import json
 from typing import TYPE_CHECKING, Any
 
 from moebench.backends.base import Backend
@@ -33,9 +32,9 @@ def open_backend(name: str, model: LiveModel, numerics: str = "row_invariant") -
         from moebench.checkpoint.open import is_mlx
 
         # mlx-lm reads what a checkpoint's own file says, which transformers does not keep whole
-        own = json.loads((model.folder / "config.json").read_text())
-        converted = is_mlx(Checkpoint(model.folder))
-        return MlxBackend(model.pack, dense, {**model.config, **own}, converted=converted, numerics=numerics)
+        checkpoint = Checkpoint(model.folder)
+        config = {**model.config, **checkpoint.config}
+        return MlxBackend(model.pack, dense, config, converted=is_mlx(checkpoint), numerics=numerics)
     from moebench.backends.torch_model import TorchBackend
 
     attention = "eager" if numerics == "row_invariant" else "sdpa"
