@@ -100,8 +100,8 @@ def one_line(capsys) -> str:
         (["order=a.safetensors"], ["layout=ordered"]),
         (["-m", "seed=1,2", "repeats=0,1"], ["seed=1 repeats=0: ", "at least 1"]),
         (["--fast"], ["--fast", "--cfg job"]),
-        (["--config-name", "foo"], ["--config-name", "-m, --cfg job, --info"]),
-        (["--config-dir=."], ["--config-dir", "-m, --cfg job, --info"]),
+        (["--config-name", "foo"], ["config_name", "valid: backend, budget"]),
+        (["--config-dir=."], ["config_dir", "valid: backend, budget"]),
         (["--resolve"], ["--resolve", "-m, --cfg job, --info"]),
         (["--cfg", "jobs"], ["jobs", "-m, --cfg job, --info"]),
     ],
@@ -171,6 +171,7 @@ def test_every_option_reaches_the_run(ran):
         "numerics": "fast",
     }
     given |= {
+        "backend": "mlx",
         "mode": "model",
         "scope": "per_layer",
         "quality": QualityConfig("local", limit=3),
