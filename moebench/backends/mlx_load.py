@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 from mlx_lm.utils import _get_classes, infer_quant_config
 
@@ -20,7 +21,8 @@ from moebench.backends.base import BackendError
 
 SCALES = ".weight_scale_inv"
 SELECTION = "e_score_correction_bias"
-IGNORED = {"qwen2_moe": {"norm_topk_prob": False}}  # what mlx-lm's model does, whatever a configuration says
+# what mlx-lm's model does, whatever a configuration says
+IGNORED: dict[str, dict[str, Any]] = {"qwen2_moe": {"norm_topk_prob": False}, "olmoe": {"clip_qkv": None}}
 ROUTED = (".experts.", ".switch_mlp.", ".input_linear.", ".output_linear.")
 
 
@@ -71,9 +73,33 @@ def empty_model(config: Mapping[str, Any]) -> nn.Module:
                 f"mlx-lm's {kind} runs with {name}={fixed}, the model has {config[name]}; use backend=torch"
             )
     try:
-        return model_class(arguments.from_dict(dict(config)))
+        model = model_class(arguments.from_dict(dict(config)))
     except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise BackendError(f"mlx-lm does not read this {kind!r} configuration: {error}; use backend=torch") from None
+    if unread := _unread(model, config.get("text_config") or config):
+        raise BackendError(f"mlx-lm's {kind} {unread}; use backend=torch")
+    return model
+
+
+def _unread(model: nn.Module, config: Mapping[str, Any]) -> str:
+    """What a configuration says of positions and windows and the model of it does not do; empty where all is done."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in ("default", "mrope"):  # mrope is the default's for text
+        if (found := _ropes(model)) and all(isinstance(module, nn.RoPE) and module.scale == 1 for module in found):
+            return f"does not scale positions as the model does ({kind})"
+        if rope.get("short_factor") != rope.get("long_factor"):
+            return f"takes the long factors of {kind} at every length"
+    window = config.get("sliding_window") if config.get("use_sliding_window") is not False else None
+    slides = "sliding_attention" in (config.get("layer_types") or ("sliding_attention",))
+    matters = type(window) is int and slides and window < config.get("max_position_embeddings", 0)
+    if matters and not any(isinstance(cache, RotatingKVCache) for cache in make_prompt_cache(model)):
+        return f"attends to everything, the model to a window of {window}"
+    return ""
+
+
+def _ropes(model: nn.Module) -> list[nn.Module]:
+    return [module for path, module in model.named_modules() if path.rpartition(".")[2] == "rope"]
 
 
 def switches(model: nn.Module) -> dict[str, nn.Module]:

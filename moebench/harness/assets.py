@@ -15,7 +15,7 @@ import xxhash
 from moebench.checkpoint.files import Checkpoint
 from moebench.errors import MoebenchError, UsageError
 from moebench.geometry import Geometry
-from moebench.harness.backend import BYTE_LAYOUTS
+from moebench.harness.backend import BYTE_LAYOUTS, require_model
 from moebench.harness.order import read_order
 from moebench.jsonl import read_jsonl
 from moebench.plugins import home
@@ -49,10 +49,12 @@ def load_live(
     one clear line on failure.
     """
     from moebench.backends.torch_geometry import geometry_of
+    from moebench.backends.torch_source import load_config
 
     tokenizer = load_tokenizer(folder)
+    geometry = geometry_of(load_config(folder), name)  # what cannot run is refused before it is packed
+    require_model(backend, folder)
     pack = ensure_pack(folder, name, quant, layout, order, codec, BYTE_LAYOUTS[backend])
-    geometry = geometry_of(pack.manifest.model["config"], name)
     return LiveModel(folder, pack, as_packed(geometry, pack), tokenizer)
 
 

@@ -6,6 +6,8 @@ A library is never chosen by what is installed: a row computed by another would 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moebench.backends.base import Backend
@@ -23,6 +25,24 @@ def require_backend(name: str) -> None:
         raise UsageError("backend=mlx needs mlx and mlx-lm: pip install 'moebench[mlx]'")
 
 
+def require_model(name: str, folder: Path) -> None:
+    """Raise ``BackendError`` where ``name`` cannot run the model of ``folder`` by its configuration: before it is
+    packed, which may take long.
+    """
+    from moebench.backends.torch_source import load_config, model_config
+
+    config = load_config(folder)
+    if name == "mlx":
+        from moebench.backends.mlx_load import empty_model, plain_config, switches
+
+        switches(empty_model(plain_config(_for_mlx(model_config(config).to_dict(), config))))
+
+
+def _for_mlx(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """``config`` of transformers, under what a checkpoint's ``own`` file says: transformers does not keep it whole."""
+    return {**config, **own}
+
+
 def open_backend(name: str, model: LiveModel, numerics: str = "row_invariant") -> Backend:
     """The backend ``name`` over the pack and dense weights of ``model``."""
     dense: Any = model.pack.dense_path
@@ -31,9 +51,8 @@ def open_backend(name: str, model: LiveModel, numerics: str = "row_invariant") -
         from moebench.checkpoint.files import Checkpoint
         from moebench.checkpoint.open import is_mlx
 
-        # mlx-lm reads what a checkpoint's own file says, which transformers does not keep whole
         checkpoint = Checkpoint(model.folder)
-        config = {**model.config, **checkpoint.config}
+        config = _for_mlx(model.config, checkpoint.config)
         return MlxBackend(model.pack, dense, config, converted=is_mlx(checkpoint), numerics=numerics)
     from moebench.backends.torch_model import TorchBackend
 

@@ -63,10 +63,12 @@ class Sessions:
     def _new(self, cell: Cell, observers: Sequence[object], future: Any = None) -> Session:
         backend, modeled = self.backend, cell.clock == "virtual"
         wider = modeled and backend.stored_dense_bytes != backend.dense_bytes
+        dense = backend.stored_dense_bytes if modeled else backend.dense_bytes
+        bits = 8 * dense / max(1, self.model.geometry.dense_parameters)  # above 16 some are kept wider, and small
         session = open_session(
             cell, self.model.geometry, self.registry, pack=self.model.pack,
-            dense_bytes=backend.stored_dense_bytes if modeled else backend.dense_bytes,
-            dense_bits=16.0, kv_bytes=None if wider else backend.kv_bytes, future=future, observers=observers,
+            dense_bytes=dense, dense_bits=min(16.0, bits), kv_bytes=None if wider else backend.kv_bytes,
+            future=future, observers=observers,
             warmup_tokens=self.warmup, batch=self.batch, context=self.context,
             longest_prompt=max(1, self.context - self.cell.config.workload.new_tokens), equipment=self.equipment,
             ops=backend.ops, drafter=self.model.drafter, allocate=backend.buffer,

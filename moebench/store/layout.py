@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from moebench.errors import MoebenchError
+
 # Bits of the codes that a quantised tensor's ``values`` hold, by kind; int8 holds signed numbers instead of codes.
 CODE_BITS = {"int4": 4, **{f"affine{bits}": bits for bits in (2, 3, 5, 6, 8)}, "mxfp4": 4, "mxfp8": 8, "nvfp4": 4}
 KINDS = ("none", "int8", *CODE_BITS)
@@ -93,7 +95,7 @@ class ByteLayout(ABC):
         """The inverse of ``encode``; ``decode(encode(x)) == x`` bit for bit."""
 
 
-class LayoutError(ValueError):
+class LayoutError(MoebenchError, ValueError):
     """A tensor that a byte layout cannot hold exactly."""
 
 
