@@ -85,6 +85,7 @@ def _row(name: str, count: int, nbytes: float, formula: str) -> str:
 
 def _beside(entry: Published) -> str:
     """A published figure, what the formula gives in its unit, and how far that is off."""
-    here = f"{float(f'{entry.computed:.7g}'):,.10g} = {entry.formula} ({entry.gap:+.2%})"
+    computed = entry.computed if float(entry.computed).is_integer() else float(f"{entry.computed:.7g}")
+    here = f"{computed:,.10g} = {entry.formula} ({entry.gap:+.2%})"
     why = f"; {entry.why}" if entry.why else ""
     return f"published, {entry.what}: {entry.value:,.10g} {entry.unit}, here {here}; {entry.source}{why}"
