@@ -78,7 +78,7 @@ def read_header(file: Path, needs: Sequence[str] = ()) -> dict[str, Any]:
             header = json.loads((opened.metadata() or {})[HEADER])
     except FileNotFoundError:
         raise UsageError(f"{file}: no such file; prepare the artefact again") from None
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
+    except (SafetensorError, OSError, KeyError, ValueError, RecursionError) as error:
         raise broken(file, f"no readable header ({' '.join(str(error).split())})") from None
     if not isinstance(header, dict) or header.get("schema") != SCHEMA:
         raise broken(file, f"its schema is not {SCHEMA}")

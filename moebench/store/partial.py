@@ -63,10 +63,15 @@ class PartialPack:
             self._record({"request": request})
             return None, []
         if lines[0].get("request") != request:
-            fields = differences(request, lines[0].get("request") or {})
+            found = lines[0].get("request")
+            fields = differences(request, found if isinstance(found, dict) else {})
             raise StoreError(f"{self.path} is an interrupted pack of another request (differs in {fields}); remove it")
         dense = next((line["dense"] for line in lines if "dense" in line), None)
-        return dense, [line["batch"] for line in lines if "batch" in line]
+        batches = [line["batch"] for line in lines if "batch" in line]
+        whole = all(_is_batch(batch, request["experts"]) for batch in batches) and len(batches) <= request["layers"]
+        if not whole or not (dense is None or _is_dense(dense)) or (batches and dense is None):
+            raise StoreError(f"{self.path / JOURNAL} says what no interrupted pack does; remove {self.path}")
+        return dense, batches
 
     def _record(self, line: dict[str, Any]) -> None:
         self._journal.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
@@ -140,9 +145,28 @@ class PartialPack:
 def _entry(line: bytes) -> dict[str, Any] | None:
     try:
         entry = json.loads(line) if line.endswith(b"\n") else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return entry if isinstance(entry, dict) else None
+
+
+def _is_dense(facts: Any) -> bool:
+    """Whether these are facts of a dense file."""
+    return isinstance(facts, dict) and type(facts.get("nbytes")) is int and _is_hex(facts.get("hash"), 16)
+
+
+def _is_batch(facts: Any, experts: int) -> bool:
+    """Whether these are facts of so many experts."""
+    if not isinstance(facts, dict):
+        return False
+    columns = [facts.get(name) for name in ("lengths", "hashes", "digests")]
+    if not all(isinstance(column, list) and len(column) == experts for column in columns):
+        return False
+    return all(type(n) is int and _is_hex(one, 16) and _is_hex(two, 32) for n, one, two in zip(*columns, strict=True))  # type: ignore[arg-type]
+
+
+def _is_hex(value: Any, digits: int) -> bool:
+    return isinstance(value, str) and len(value) == digits and set(value) <= set("0123456789abcdef")
 
 
 def _sync_directory(path: Path) -> None:
