@@ -80,7 +80,8 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"moebench: error: {' '.join(message.split())}", file=sys.stderr)
+    line = " ".join(message.split())  # names in it may come from a file that somebody else wrote
+    print("moebench: error: " + "".join(c if c.isprintable() else "?" for c in line), file=sys.stderr)
     return code
 
 

@@ -77,8 +77,8 @@ def test_the_cache_lies_where_the_hubs_own_tools_look(given, wanted, monkeypatch
         ({"files": ("config.json",)}, "lacks model.safetensors"),
         ({"files": ("model.safetensors",)}, "has no config.json"),
         ({"ref": None}, "neither a folder nor in the hub cache"),
-        ({"ref": "../../../elsewhere"}, "has no config.json"),
-        ({"ref": ".."}, "has no config.json"),
+        ({"ref": "../../../elsewhere"}, "names no revision"),
+        ({"ref": ".."}, "names no revision"),
         ({"name": "org/other"}, "neither a folder nor in the hub cache"),
     ],
 )

@@ -39,8 +39,12 @@ def find_model(word: str) -> Path:
         revision = (cache / "refs" / "main").read_text().strip()
     except (OSError, UnicodeDecodeError):
         raise UsageError(f"model={word} is neither a folder nor in the hub cache ({cache}); {hint}") from None
+    if not re.fullmatch(r"(?!\.+$)[\w.-]+", revision):
+        raise UsageError(
+            f"model={word} is damaged in the hub cache: {cache / 'refs' / 'main'} names no revision; {hint}"
+        )
     snapshot = cache / "snapshots" / revision
-    if not re.fullmatch(r"[\w.-]+", revision) or not os.path.isfile(snapshot / "config.json"):
+    if not os.path.isfile(snapshot / "config.json"):
         raise UsageError(f"model={word} is incomplete in the hub cache: {snapshot} has no config.json; {hint}")
     if missing := _missing(snapshot):
         raise UsageError(f"model={word} is incomplete in the hub cache: {snapshot} lacks {missing}; {hint}")

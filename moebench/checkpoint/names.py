@@ -70,7 +70,11 @@ class Recipe:
             return {self.first: next(iter(tensors.values()))[0]}
         converter: Any = copy(self.converter)  # experts are made by several threads
         converter.collected_tensors = dict(tensors)
-        made = converter.convert(self.first, model=model, config=model.config)
+        try:
+            made = converter.convert(self.first, model=model, config=model.config)
+        except Exception as error:  # torch raises whatever shapes that do not go together lead it to
+            said = " ".join(str(error).split())[:200]
+            raise StoreError(f"{', '.join(self.names[:3])} do not make {self.first}: {said}") from None
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 

@@ -10,6 +10,7 @@ import csv
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ import numpy as np
 
 from moebench.step import ABSENT, DECODE, PHASES, PREFILL
 from moebench.trace.format import Trace, TraceError
+
+MOST_ID, MOST_LAYERS = 1 << 31, 1 << 16  # ids of tokens and sequences, and of layers, are below
+SPARSEST = 1000  # of so many pairs of a token and a layer that a log could have, one is there at least
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,8 @@ class Shape:
     first_layer: int = -1
 
     def __post_init__(self) -> None:
+        if not 1 <= self.experts <= np.iinfo(np.int16).max:
+            raise TraceError(f"experts={self.experts} per layer is not within 1 to {np.iinfo(np.int16).max}")
         if self.first_layer >= 0 and not self.layers:
             raise TraceError("first_layer has no effect without layers, the number of the model's MoE layers")
 
@@ -72,9 +78,8 @@ def import_csv(path: str | Path, shape: Shape, metadata: Mapping[str, Any]) -> T
         columns = reader.fieldnames or []
         ranks = sorted((c for c in columns if re.fullmatch(r"expert_\d+", c)), key=lambda c: int(c[7:]))
         if not {"token", "layer"} <= set(columns) or not ("experts" in columns or ranks):
-            raise TraceError(
-                f"{path}: needs columns token, layer and experts or expert_0, expert_1, ...; has {', '.join(columns)}"
-            )
+            has = ", ".join(columns)[:200]
+            raise TraceError(f"{path}: needs columns token, layer and experts or expert_0, expert_1, ...; has {has}")
         for row in reader:
             entry: dict[str, Any] = {name: row[name] for name in ("sequence", "phase") if row.get(name)}
             ids = _parts(row["experts"]) if "experts" in columns else [row[c] for c in ranks if row[c]]
@@ -97,7 +102,7 @@ def import_jsonl(path: str | Path, shape: Shape, metadata: Mapping[str, Any]) ->
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise TraceError(f"{path}: line {number} is not JSON ({error})") from None
             if not isinstance(row, dict) or not {"token", "layer", "experts"} <= set(row):
                 raise TraceError(f"{path}: line {number} lacks token, layer or experts")
@@ -114,7 +119,7 @@ def _text(path: str | Path) -> Iterator[IO[str]]:
         opened = gzip.open if Path(path).suffix == ".gz" else open
         with opened(path, "rt", newline="", encoding="utf-8-sig") as file:
             yield file
-    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, EOFError, UnicodeDecodeError, csv.Error, zlib.error) as error:
         raise TraceError(f"{path}: cannot be read ({error})") from None
 
 
@@ -134,25 +139,34 @@ def _from_rows(path: str | Path, rows: Sequence[Mapping[str, Any]], shape: Shape
     """One row per (sequence, token, layer), in any order; what is missing stays absent and is declared as a gap."""
     if not rows:
         raise TraceError(f"{path}: holds no rows")
-    numbers, names = _sequences([str(row.get("sequence", 0)) for row in rows])
     try:
-        where = np.array([(_whole(row["token"]), _whole(row["layer"])) for row in rows])
+        numbers, names = _sequences([str(row.get("sequence", 0)) for row in rows])
+        where = np.array([(_whole(row["token"]), _whole(row["layer"])) for row in rows], np.int64)
         chosen = [[_whole(e) for e in row["experts"]] for row in rows]
         given = [None if row.get("weights") is None else [float(w) for w in row["weights"]] for row in rows]
-    except (TypeError, ValueError) as error:
-        raise TraceError(f"{path}: {error}") from None
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TraceError(f"{path}: {str(error)[:200]}") from None
+    for what, ids, most in (
+        ("token", where[:, 0], MOST_ID),
+        ("layer", where[:, 1], MOST_LAYERS),
+        ("sequence", numbers, MOST_ID),
+    ):
+        if len(odd := ids[(ids < 0) | (ids >= most)]):
+            raise TraceError(f"{path}: {what} {odd[0]} is not within 0 to {most - 1}")
     for (token, layer), experts, own in zip(where, chosen, given, strict=True):
         place = f"{path}: token {token}, layer {layer}"
-        if any(not 0 <= e < shape.experts for e in experts):
-            raise TraceError(f"{place} names an expert outside 0..{shape.experts - 1}: {experts}")
+        if any(not 0 <= e < shape.experts for e in experts) or len(experts) > shape.experts:
+            raise TraceError(f"{place} names an expert outside 0..{shape.experts - 1}, or one twice: {experts[:20]}")
         if own is not None and len(own) != len(experts):
             raise TraceError(f"{place} has {len(own)} weights for {len(experts)} experts")
     phases = [row.get("phase", "decode") for row in rows]
-    if odd := [phase for phase in phases if phase not in PHASES[:2]]:
-        raise TraceError(f"{path}: phase {odd[0]!r} is not one of {', '.join(PHASES[:2])}")
+    if strange := [phase for phase in phases if phase not in PHASES[:2]]:
+        raise TraceError(f"{path}: phase {strange[0]!r:.100} is not one of {', '.join(PHASES[:2])}")
     tokens, row_of = np.unique(np.column_stack([numbers, where[:, 0]]), axis=0, return_inverse=True)
     recorded, row_of = np.unique(where[:, 1]), row_of.ravel()
     layers = shape.columns(path, recorded)
+    if len(tokens) * len(layers) > SPARSEST * (len(rows) + 1000):  # what is absent takes memory too
+        raise TraceError(f"{path}: {len(rows)} rows of {len(tokens)} tokens in {len(layers)} layers are no recording")
     cell = row_of * len(layers) + np.searchsorted(layers, where[:, 1])
     if len(twice := np.flatnonzero(np.bincount(cell) > 1)):
         at = int(np.flatnonzero(cell == twice[0])[0])
@@ -193,9 +207,9 @@ def _from_rows(path: str | Path, rows: Sequence[Mapping[str, Any]], shape: Shape
 def _sequences(labels: list[str]) -> tuple[np.ndarray, list[str]]:
     """The number of each row's sequence: its own or, if one has another name, by first appearance, with the names."""
     if all(label.isdecimal() for label in labels):
-        return np.array([int(label) for label in labels]), []
-    names = list(dict.fromkeys(labels))
-    return np.array([names.index(label) for label in labels]), names
+        return np.array([int(label) for label in labels], np.int64), []
+    names = {label: number for number, label in enumerate(dict.fromkeys(labels))}
+    return np.array([names[label] for label in labels]), list(names)
 
 
 def _token_gaps(tokens: np.ndarray) -> list[str]:
