@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import xxhash
@@ -36,8 +37,9 @@ def kept_file_hash(path: Path) -> str:
     digest, after = file_hash(path), path.stat()
     unchanged = (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
     if unchanged and time.time() - after.st_mtime > SETTLED_S:
-        kept.parent.mkdir(parents=True, exist_ok=True)
         scratch = kept.with_name(f"{kept.name}.{os.getpid()}")
-        scratch.write_text(json.dumps({"file": facts, "hash": digest}))
-        scratch.replace(kept)
+        with suppress(OSError):  # a home that is full or read-only: the hash is there all the same
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            scratch.write_text(json.dumps({"file": facts, "hash": digest}))
+            scratch.replace(kept)
     return digest

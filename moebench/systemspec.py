@@ -35,6 +35,7 @@ class Target:
     a replay. The bias (fp32 [E] by layer, where a family has one) is what its routing law adds to choose by.
     ``number_bytes`` is what one number of a predictor takes where the run is measured, 0 on a modeled machine, which
     holds numbers as they are stored. ``trees``: drafts may branch, which a layer that carries state rules out.
+    ``asked`` is what ``model=`` said, empty where it left the choice.
     """
 
     name: str
@@ -45,6 +46,12 @@ class Target:
     number_bytes: int = 0
     trace: Trace | None = None
     trees: bool = True
+    asked: str = ""
+
+    @property
+    def word(self) -> str:
+        """What ``model=`` takes for this model, in commands that a message recommends."""
+        return self.asked or self.name
 
 
 @dataclass(frozen=True, eq=False)

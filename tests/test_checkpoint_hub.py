@@ -106,6 +106,8 @@ def test_a_model_of_the_cache_runs_under_its_hub_name(cache, tmp_path, monkeypat
     snapshot = stored(cache, files=())
     for file in make_checkpoint("olmoe", tmp_path / "model", shards=2).iterdir():
         (snapshot / file.name).symlink_to(file)
+    for name in ("other.json", "consolidated.safetensors"):  # of what was fetched in part
+        (snapshot / name).symlink_to("nowhere")
     words = ["system=lru", "hw=m4pro", "mode=model", "model=org/tiny", "quality=none", f"out={tmp_path / 'rows'}"]
     assert main(["run", *words, "workload.requests=1", "workload.new_tokens=4", "warmup_tokens=1"]) == 0
     (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]

@@ -191,7 +191,7 @@ class TransformersSource:
 def folder_hash(folder: Path) -> str:
     """The ``weights_hash`` of a model folder: names and contents of its safetensors files."""
     digest = xxhash.xxh3_128()
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(path for path in folder.glob("*.safetensors") if path.is_file()):
         digest.update(f"{path.name}\0{kept_file_hash(path)}\0".encode())
     return digest.hexdigest()
 

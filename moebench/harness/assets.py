@@ -41,6 +41,14 @@ class LiveModel:
         """The transformers configuration the pack was made from."""
         return self.pack.manifest.model["config"]
 
+    @property
+    def positions(self) -> int:
+        """The longest text, in tokens, that the model was made for."""
+        from moebench.backends.torch_source import model_config
+
+        text = model_config(self.config).get_text_config()
+        return getattr(text, "max_position_embeddings", None) or text.model_max_length  # as some families call it
+
 
 def load_live(
     folder: Path, name: str, quant: str, layout: str, order: str = "", codec: str = "none", backend: str = "torch"
@@ -189,7 +197,7 @@ def _fingerprint(folder: Path) -> str:
     """Names, sizes and times of a folder's files: cheap, and enough to notice that a model was replaced."""
     digest = xxhash.xxh3_64()
     for path in sorted(folder.glob("*")):
-        if path.suffix in (".safetensors", ".json"):
+        if path.suffix in (".safetensors", ".json") and path.is_file():  # a link may lead nowhere
             stat = path.stat()
             digest.update(f"{path.name}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
     return digest.hexdigest()

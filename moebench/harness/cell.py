@@ -93,7 +93,7 @@ def _replay(cell: Cell, registry: Registry, progress: Progress) -> Row:
     prompts = np.unique(trace.sequence[trace.phase == PREFILL], return_counts=True)[1]
     longest = 0 if pack else int(prompts.max(initial=1))
     future = demands(trace, config) if cell.spec.foresees(config.knobs) else None
-    target = Target(geometry.name, geometry, trace=trace, trees=not geometry.fixed_state_bytes)
+    target = Target(geometry.name, geometry, trace=trace, trees=not geometry.fixed_state_bytes, asked=_asked(config))
     equipment = cell.spec.equip(config.knobs, target)
     repeats = config.repeats if cell.clock == "wall" else 1
     runs = []
@@ -195,6 +195,8 @@ def _live(cell: Cell, registry: Registry, progress: Progress) -> Row:
         metrics |= numbers
     workload = {"kind": "prompts", "seed": config.workload.seed, "hash": text_hash(prompts), "generator": None}
     notes = [*backend.notes, *_narrowed(model.geometry.top_k, equipment), *equipment.assumptions]
+    if context > model.positions:
+        notes.append(f"altered: texts of up to {context} tokens through a model made for {model.positions}")
     row = run_row(cell, runs, workload, metrics, cache_state, notes, equipment)
     return replace(row, quality=quality)
 
@@ -210,10 +212,14 @@ def _equip(cell: Cell, model: LiveModel, backend: Any) -> Equipment:
     """What the system brings for this model; its adapters are served from here on."""
     held = backend.ops.number_bytes if cell.clock == "wall" else 0
     known = (model.pack.manifest.model["weights_hash"], model.config, backend.selection_bias(), held)
-    target = Target(cell.model, model.geometry, *known, trees=backend.trees)
+    target = Target(cell.model, model.geometry, *known, trees=backend.trees, asked=_asked(cell.config))
     equipment = cell.spec.equip(cell.config.knobs, target)
     backend.adapt(equipment.adapters)
     return equipment
+
+
+def _asked(config: RunConfig) -> str:
+    return "" if config.model == "auto" else config.model
 
 
 def _prompts(cell: Cell) -> list[str]:

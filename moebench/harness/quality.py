@@ -42,9 +42,7 @@ class Asked:
 
 def suite_for(config: RunConfig, model: LiveModel) -> Suite | None:
     """The suite of a run on this model, None for none; what it cannot ask is one line before anything runs."""
-    text = model.config.get("text_config") or model.config
-    longest = text.get("max_position_embeddings") or text["model_max_length"]  # some families name it otherwise
-    return open_suite(config.quality, model.tokenizer, longest, text["vocab_size"])
+    return open_suite(config.quality, model.tokenizer, model.positions, model.geometry.vocabulary)
 
 
 def unasked(reason: str) -> dict[str, Metric]:

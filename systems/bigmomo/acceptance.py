@@ -115,7 +115,7 @@ def find(target: Target, draft_hash: str) -> Path:
 def command(target: Target, draft_hash: str) -> str:
     """The words that count acceptance for a model."""
     draft = LOOKUP if draft_hash == LOOKUP else "FOLDER"
-    return f"moebench prepare system=bigmomo model={target.name} draft={draft}"
+    return f"moebench prepare system=bigmomo model={target.word} draft={draft}"
 
 
 def draft_hash_of(folder: Path) -> str:

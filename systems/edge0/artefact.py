@@ -179,4 +179,4 @@ def _read(file: Path, kind: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]
 
 
 def _command(target: Target, top_k: int) -> str:
-    return f"moebench prepare system=edge0 model={target.name} k={top_k}"
+    return f"moebench prepare system=edge0 model={target.word} k={top_k}"

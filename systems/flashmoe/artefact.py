@@ -113,4 +113,4 @@ def shape_of(target: Target) -> tuple[int, int, int]:
 def command(target: Target) -> str:
     """The words that make nets for a model."""
     shape = "" if target.trace is None or target.trace.top_k == target.geometry.top_k else " trace=FILE"
-    return f"moebench prepare system=flashmoe model={target.name}{shape}"
+    return f"moebench prepare system=flashmoe model={target.word}{shape}"

@@ -84,4 +84,4 @@ def find(target: Target) -> Path | None:
 def command(target: Target) -> str:
     """How to make a collection for ``target``."""
     trace = " trace=FILE" if target.trace is not None else ""
-    return f"make one: moebench prepare system=moe_infinity model={target.name}{trace}"
+    return f"make one: moebench prepare system=moe_infinity model={target.word}{trace}"

@@ -101,7 +101,7 @@ def find(target: Target, kind: str | None, base: str | None, rank: int, horizon:
     known = f"; there are {'; '.join(have)}" if have else ""
     raise UsageError(
         f"specprefetch: no artefact for {target.name} with {wanted}{known}; make it:"
-        f" moebench prepare system=specprefetch model={target.name} {wanted}"
+        f" moebench prepare system=specprefetch model={target.word} {wanted}"
     )
 
 
@@ -117,5 +117,5 @@ def check(artefact: Artefact, target: Target, horizon: int) -> None:
         "hidden size": (shape.hidden, geometry.hidden),
         "K": (artefact.top_k, geometry.top_k),
     }
-    command = f"moebench prepare system=specprefetch model={target.name}"
+    command = f"moebench prepare system=specprefetch model={target.word}"
     require_same("specprefetch", artefact.model, target.name, pairs, command)
