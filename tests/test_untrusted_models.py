@@ -161,6 +161,23 @@ def test_tokenizers(tmp_path, data):
     one_line(lambda: load_tokenizer(folder))
 
 
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_tokenizer_reads_its_own_folder_alone(tmp_path, monkeypatch, file, inside):
+    monkeypatch.chdir(tmp_path)
+    folder, vocabulary = tmp_path / "m", {chr(code): code - 33 for code in range(33, 300)}
+    folder.mkdir()
+    where = folder if inside else tmp_path
+    (where / "vocab.json").write_text(json.dumps(vocabulary))
+    (where / "merges.txt").write_text("#version: 0.2\n")
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Qwen2Tokenizer"}))
+    for named in (str(where / "vocab.json"), *([] if inside else ["vocab.json"])):
+        said = {"vocab_file": named, "merges_file": str(where / "merges.txt")}
+        (folder / file).write_text(json.dumps({"tokenizer_class": "Qwen2Tokenizer", **said}))
+        assert one_line(lambda: load_tokenizer(folder)) == inside
+
+
 def test_no_code_of_a_folder_runs(tmp_path, monkeypatch, folders):
     monkeypatch.chdir(tmp_path)
     folder = copied(folders["hub"], tmp_path / "m")

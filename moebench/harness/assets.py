@@ -4,6 +4,8 @@ and kept.
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -96,12 +98,24 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
+        _require_inside(folder)
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if len(tokenizer) <= len(tokenizer.all_special_ids):  # of a folder without its files
             raise ValueError("it has no vocabulary; is tokenizer.json missing?")
     except Exception as error:  # transformers raises whatever a damaged file leads it to
         raise MoebenchError(f"cannot load the tokenizer at {folder}: {' '.join(str(error).split())[:200]}") from None
     return tokenizer
+
+
+def _require_inside(folder: Path) -> None:
+    """Raise ``ValueError`` where a tokenizer's settings name a file elsewhere: transformers would read it."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if not (folder / name).is_file():
+            continue
+        said = json.loads((folder / name).read_text())
+        for key, value in said.items() if isinstance(said, dict) else ():
+            if isinstance(value, str) and os.path.isfile(value) and Path(value).absolute().parent != folder.absolute():
+                raise ValueError(f"{name} says {key}={value}, a file outside the folder")
 
 
 def with_drafter(model: LiveModel, backend: Any, folder: str | Path | None) -> LiveModel:
