@@ -173,7 +173,7 @@ def test_a_tokenizer_reads_its_own_folder_alone(tmp_path, monkeypatch, file, ins
     (folder / "config.json").write_text("{}")
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Qwen2Tokenizer"}))
     for named in (str(where / "vocab.json"), *([] if inside else ["vocab.json"])):
-        said = {"vocab_file": named, "merges_file": str(where / "merges.txt")}
+        said = {"vocab_file": named, "vocab": named, "merges": str(where / "merges.txt")}
         (folder / file).write_text(json.dumps({"tokenizer_class": "Qwen2Tokenizer", **said}))
         assert one_line(lambda: load_tokenizer(folder)) == inside
 

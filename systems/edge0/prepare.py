@@ -134,8 +134,7 @@ def _artefact(base: Any, plan: Any, student: Any, provenance: dict[str, Any]) ->
 
 
 def _examples(options: PrepareOptions, folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
+    from moebench.harness.assets import load_tokenizer
     from moebench.systems.edge0.data import from_file, from_generator
 
     own = Path(str(resources.files("moebench.models.tinymoe"))) / "checkpoint"
@@ -143,10 +142,7 @@ def _examples(options: PrepareOptions, folder: Path) -> Any:
         raise UsageError(
             "prepare: only tinymoe has examples of its own; give data=FILE, JSON-lines of prompt, completion"
         )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises whatever a damaged file leads it to
-        raise UsageError(f"cannot load the tokenizer at {folder}: {' '.join(str(error).split())[:200]}") from None
+    tokenizer = load_tokenizer(folder)
     made = from_file(options.data, tokenizer) if options.data else from_generator(tokenizer)
     if made.stop is None:
         raise UsageError(f"the tokenizer at {folder} has no end token, which completions need")

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoTokenizer
 
 from moebench.artefact import sha256
 from moebench.backends.torch_experts import expert_modules, router_module
 from moebench.backends.torch_source import folder_hash, load_model
 from moebench.errors import UsageError
+from moebench.harness.assets import load_tokenizer
 from moebench.jsonl import read_jsonl
 from moebench.systems.specprefetch.adapters import Shape
 from moebench.systems.specprefetch.prepare import PrepareOptions
@@ -137,10 +137,7 @@ def items(data: str, folder: Path) -> tuple[Callable[[random.Random], Item], Any
     own = Path(str(resources.files("moebench.models.tinymoe"))) / "checkpoint"
     if not data and folder.resolve() != own.resolve():
         raise UsageError("prepare: only tinymoe has items of its own; give data=FILE, JSON-lines of prompt, completion")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises whatever a damaged file leads it to
-        raise UsageError(f"cannot load the tokenizer at {folder}: {' '.join(str(error).split())[:200]}") from None
+    tokenizer = load_tokenizer(folder)
     if tokenizer.eos_token_id is None:
         raise UsageError(f"the tokenizer at {folder} has no end token, which completions need")
 
