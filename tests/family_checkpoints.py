@@ -153,7 +153,7 @@ def _vocabulary() -> int:
 @torch.no_grad()
 def _widen(model: PreTrainedModel) -> None:
     for name, parameter in model.named_parameters():
-        if parameter.dim() > 1:
+        if parameter.dim() > 1 and "bias" not in name:
             parameter.mul_(3)
         elif "norm" not in name and ("bias" in name or "sinks" in name):
             parameter.normal_(std=0.1)

@@ -222,3 +222,40 @@ def test_all_but_experts_is_loaded_as_from_pretrained_does(family, tmp_path):
         assert tensor.is_meta == (".experts." in name)
         assert tensor.dtype == tensors[name].dtype, name
         assert tensor.is_meta or torch.equal(tensor, tensors[name]), name
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+ROPES = {
+    "yarn": ("qwen3_moe", {"rope_parameters": {"rope_theta": 1e6, **YARN}}),
+    "yarn, mscale": ("deepseek_v3", {"rope_parameters": {"rope_theta": 1e4, **YARN, "mscale": 1.0,
+                     "mscale_all_dim": 1.0}}),
+    "yarn, sinks": ("gpt_oss", {"rope_parameters": {"rope_theta": 150000.0, **YARN, "truncate": False}}),
+    "llama3": ("mixtral", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0,
+               "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}}),
+    "linear": ("olmoe", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "dynamic": ("qwen2_moe", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+    "longrope": ("phimoe", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16,
+                 "long_factor": [2.0] * 16, "short_mscale": 1.2, "long_mscale": 1.2,
+                 "original_max_position_embeddings": 64}}),
+    "partial": ("glm4_moe", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                "partial_rotary_factor": 0.25}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_every_scaling_of_positions_is_restored(kind, tmp_path):
+    """Frequencies are in no file: those of a model whose dense weights alone are loaded are from_pretrained's."""
+    name, changes = ROPES[kind]
+    folder = make_checkpoint(name, tmp_path / "tiny", dtype="float32", **changes)
+    theirs = load_model(folder, "float32")
+    pack = make_pack(tmp_path, folder)
+    backend = make_backend(pack)
+    ours = dict(backend.model.named_buffers())
+    plain = dict(native(name, "float32").named_buffers())
+    assert kind == "dynamic" or any(ours[n].shape != plain[n].shape or (ours[n] != plain[n]).any() for n in ours)
+    assert all(torch.equal(tensor, ours[n]) for n, tensor in theirs.named_buffers())
+    scaling = [m.attention_scaling for m in backend.model.modules() if hasattr(m, "attention_scaling")]
+    assert scaling == [m.attention_scaling for m in theirs.modules() if hasattr(m, "attention_scaling")]
+    with torch.inference_mode():
+        expected = theirs(torch.from_numpy(TOKENS)).logits.numpy()
+    near(feed(backend, DictServer(pack), TOKENS, [18]), expected, 5e-6)

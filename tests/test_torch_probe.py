@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from family_checkpoints import native
 from torch_models import make_backend, make_pack, native_model
 
-from moebench.backends import probe
+from moebench.backends import probe, torch_model
 from moebench.backends.torch_experts import BackendError, expert_modules
 
 
@@ -56,3 +57,15 @@ def test_row_invariant_numerics_refuses_at_start(pack, monkeypatch):
         make_backend(pack, dtype="bfloat16", numerics="row_invariant")
     with pytest.raises(BackendError, match="'loose' is not one of row_invariant, fast"):
         make_backend(pack, numerics="loose")
+
+
+@pytest.mark.parametrize(
+    ("family", "kernel"), [("deepseek_v3", "DeepseekV3TopkRouter 8x128 float32"), ("minimax_m2", "MiniMaxM2TopKRouter")]
+)
+def test_routers_that_are_left_as_they_are_are_named(family, kernel, tmp_path, monkeypatch):
+    """Float32 products, and float32 sigmoids over bf16 ones: what the rows' own passes mend, the probe would find."""
+    pack = make_pack(tmp_path, native(family, "float32"), dtype="bfloat16")
+    make_backend(pack, dtype="bfloat16", numerics="row_invariant")
+    monkeypatch.setattr(torch_model, "settle_routers", lambda model, exact: None)
+    with pytest.raises(BackendError, match=f"here kernel {kernel}.* gives other bits"):
+        make_backend(pack, dtype="bfloat16", numerics="row_invariant")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moebench.backends.torch_bytes import TorchCpuLayout
 from moebench.backends.torch_model import TorchBackend
 from moebench.backends.torch_source import TransformersSource
+from moebench.checkpoint.open import open_source
 from moebench.step import DECODE, Step
 from moebench.store.layout import QuantSpec
 from moebench.store.pages import aligned_buffer
@@ -80,8 +81,9 @@ def native_model(family: str, seed: int = 0, **changes):
 
 
 def make_pack(folder, model, quant=None, dtype="float32"):
-    """Write ``model`` as a pack below ``folder``."""
-    return write_pack(folder / "pack", TransformersSource(model, dtype), quant or QuantSpec("none"), TorchCpuLayout())
+    """Write ``model``, in memory or a folder, as a pack below ``folder``."""
+    source = TransformersSource(model, dtype) if isinstance(model, PreTrainedModel) else open_source(model)
+    return write_pack(folder / "pack", source, quant or QuantSpec("none"), TorchCpuLayout())
 
 
 def make_backend(pack, **options):

@@ -12,6 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,9 +68,13 @@ def probe_kernels(
         report = {name: _compare(kernel, width, dtype, random) for name, kernel, width, dtype in rowwise}
         distinct = {(*head_shape(m), bool(getattr(m, "sliding_window", None))): m for m in attention}
         short, apart = short_context(model), always_apart(model)
+        begun = attend_paths if apart else partial(attend_paths, short=short)
         for module in distinct.values():
             draws = [
-                {**_attention(module, random, short, exact and apart), **_attention(module, random, 0, exact, SHORT)}
+                {
+                    **_attention(module, random, short, attend_paths if exact and apart else None),
+                    **_attention(module, random, 0, begun if exact else None, SHORT),
+                }
                 for _ in range(4)
             ]
             report |= {name: _verdict([p for draw in draws for p in draw[name]]) for name in draws[0]}
@@ -163,9 +168,12 @@ def _first_output(module: nn.Module) -> Kernel:
 
 
 def _attention(
-    module: nn.Module, random: torch.Generator, past: int, apart: bool, context: str = ""
+    module: nn.Module, random: torch.Generator, past: int, several: Any, context: str = ""
 ) -> dict[str, Pairs]:
-    """Causal windows against rows one by one, over ``past`` cached positions; then with masked padding against none."""
+    """Causal windows against rows one by one, over ``past`` cached positions; then with masked padding against none.
+
+    ``several`` is what more rows than one attend by, None for the family's own function.
+    """
     kind = module.config._attn_implementation
     function = sys.modules[type(module).__module__].eager_attention_forward
     if kind != "eager":
@@ -191,7 +199,7 @@ def _attention(
         mask = torch.full((n, end), low, dtype=dtype).triu(past + 1)
         mask += torch.full((n, end), low, dtype=dtype).tril(past - most)
         mask[:, :padding] = low
-        attend = attend_paths if apart and n > 1 else function
+        attend = several or function
         keys, values = k[:, :, first:end], v[:, :, first:end]
         return attend(module, q[:, :, :n], keys, values, mask[None, None, :, first:], scaling=module.scaling)[0][0]
 
@@ -219,7 +227,8 @@ def _state(
         cuts = zip((0, *ends), ends, strict=False)
         return torch.cat([module(x[:, first:last], **{cache_name: cache}) for first, last in cuts], 1).flatten(0, 1)
 
-    alone = {i: run(x[i : i + 1], 1, 2, 3, 4, 5) for i in {0, *(n - 1 for n in SEQUENCES)}}
+    needed = -(-OUTPUTS // x[0].numel())  # sequences, and those at the ends of batches
+    alone = {i: run(x[i : i + 1], 1, 2, 3, 4, 5) for i in {*range(min(needed, len(x))), *(n - 1 for n in SEQUENCES)}}
     together = [(n, run(x[:n], 1, 2, 3, 4, 5).view(n, 5, -1)) for n in SEQUENCES]
     return {
         f"{name}, windows": _verdict([(run(x[:1], *ends), alone[0]) for ends in ((5,), (1, 5), (2, 4, 5))]),

@@ -79,15 +79,15 @@ class TransformersBackend(Backend):
             mask = None if self._seen.all() else self._seen.long()
         positions = np.maximum(step.position, 0).reshape(tokens.shape)
         exact = self.numerics == "row_invariant"
-        short = self._apart or self.length - tokens.shape[1] < self._short
-        apart = exact and (by_path or (short and tokens.shape[1] > 1))
+        begins = self.length - tokens.shape[1] < self._short  # the context is short for the first row at least
+        apart = exact and (by_path or (tokens.shape[1] > 1 and (self._apart or begins)))
         self._begin(server, None if full else ~step.valid)
         self._memory.valid = None if full else torch.from_numpy(step.valid.reshape(tokens.shape))
         try:
             with (
                 torch.inference_mode(),
                 plain_kernels(exact),
-                attention_by_path(self.model, apart),
+                attention_by_path(self.model, apart, None if by_path or self._apart else self._short),
                 self._memory.window(self.cache) if verifies else nullcontext(),
             ):
                 output = self.model(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,11 +27,11 @@ NAME = "moebench_paths"
 
 
 def short_context(model: nn.Module) -> int:
-    """Columns below which a row attends by itself: torch sums rows shorter than a vector of numbers, and multiplies
+    """Columns below which a row attends by itself: torch sums rows shorter than a vector of 16 numbers, and multiplies
     matrices of fewer than 400 products (its ``bmm`` on CPU), by loops of another order.
     """
     sizes = [size for module in attention_modules(model) for size in head_shape(module)[2:]]
-    return max(32, -(-400 // min(sizes, default=400)))
+    return max(16, -(-400 // min(sizes, default=400)))
 
 
 def always_apart(model: nn.Module) -> bool:
@@ -56,10 +57,16 @@ def path_mask(step: Step, seen: torch.Tensor, shape: tuple[int, int], dtype: tor
 
 
 def attend_paths(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, **options: Any
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    short: int | None = None,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """The family's eager attention, each row by itself over the columns that it sees; rows that see equally many
-    columns go together.
+    columns go together, and of rows that simply follow each other all from the first that sees ``short`` or more.
 
     What is masked between or behind them moves the terms of the sums, so a row that skips columns would get other last
     bits than in a pass of its own. Padding in front stays within a sliding window, as such a pass has it too.
@@ -71,9 +78,15 @@ def attend_paths(
         rows, columns = visible.shape[1:]
         own &= torch.arange(columns) > torch.arange(columns - rows, columns)[:, None] - window
     counts = own.sum(-1)
+    apart = counts.shape[1] if short is None else int((counts.amin(0) < short).sum())
     out = None
-    for count in counts.unique().tolist():
-        b, row = (counts == count).nonzero(as_tuple=True)
+    if apart < counts.shape[1]:
+        late, _ = eager(module, query[:, :, apart:], key, value, mask[:, :, apart:], **options)
+        if not apart:
+            return late, None
+        out = torch.cat([late.new_empty(len(late), apart, *late.shape[2:]), late], 1)
+    for count in counts[:, :apart].unique().tolist():
+        b, row = (counts[:, :apart] == count).nonzero(as_tuple=True)
         columns = own[b, row].nonzero()[:, 1].view(-1, count)
         of_rows = (b[:, None], slice(None), columns)  # [rows, count, heads, size]
         part, _ = eager(
@@ -91,12 +104,12 @@ def attend_paths(
 
 
 @contextmanager
-def attention_by_path(model: PreTrainedModel, on: bool) -> Iterator[None]:
+def attention_by_path(model: PreTrainedModel, on: bool, short: int | None = None) -> Iterator[None]:
     """Let every attention of ``model`` go through ``attend_paths`` while the block runs, if ``on``."""
     if not on:
         yield
         return
-    ALL_ATTENTION_FUNCTIONS.register(NAME, attend_paths)
+    ALL_ATTENTION_FUNCTIONS.register(NAME, partial(attend_paths, short=short))
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, eager_mask)
     before = model.config._attn_implementation
     model.config._attn_implementation = NAME
