@@ -11,6 +11,7 @@ from moebench.backends.torch_experts import BackendError
 from moebench.backends.torch_model import NativeTorchBackend, TorchBackend
 from moebench.backends.torch_source import folder_hash, load_model
 from moebench.checkpoint.open import open_source
+from moebench.engine.loop import Loop
 from moebench.store.layout import QuantSpec
 from moebench.store.writer import write_pack
 
@@ -95,8 +96,19 @@ def test_padding_would_shift_a_sliding_window(tmp_path):
     pack = make_pack(tmp_path, native_model("gpt_oss"))
     backend, server = make_backend(pack), DictServer(pack)
     run(backend, server, TOKENS[:1, :12])
-    with pytest.raises(BackendError, match="pad in the first only"):
+    with pytest.raises(BackendError, match="between a sequence's tokens would shift a sliding attention window"):
         run(backend, server, TOKENS[:1, :2], valid=[[False, True]], past=[12])
+
+
+def test_short_prompts_wait_for_long_ones_beside_a_sliding_window():
+    """Padding in front of several passes, and behind an answer that ended, moves nobody's window."""
+    loop = Loop(NativeTorchBackend(native_model("gpt_oss")), None, 4)
+    prompts = [list(map(int, TOKENS[0, :3])), list(map(int, TOKENS[1, :20]))]
+
+    alone = [loop.generate([prompt], 12).tokens[0] for prompt in prompts]
+    assert loop.generate(prompts, 12).tokens == alone
+    ended = loop.generate(prompts, 12, stop=lambda ids: ids == alone[0][:3])
+    assert ended.tokens == [alone[0][:3], alone[1]]
 
 
 def test_folder_native_backend_and_pack_agree(tmp_path):

@@ -64,14 +64,14 @@ class TransformersBackend(Backend):
         if tokens.shape[0] != self.batch or tokens.size != step.rows:
             raise BackendError(f"tokens {tokens.shape} do not fit {step.rows} rows of {self.batch} sequences")
         full = bool(step.valid.all())
-        if not full and self.length and any(getattr(layer, "is_sliding", False) for layer in self.cache.layers):
-            raise BackendError(
-                "padding after the first pass would shift a sliding attention window: pad in the first only"
-            )
         verifies = step.phase == VERIFY
         if verifies:
             self._memory.require(self.cache, self.batch, self.length + tokens.shape[1])
-        self._seen = torch.cat([self._seen, torch.from_numpy(step.valid.reshape(tokens.shape))], dim=1)
+        seen = torch.cat([self._seen, torch.from_numpy(step.valid.reshape(tokens.shape))], dim=1)
+        windows = [layer.sliding_window for layer in self.cache.layers if getattr(layer, "is_sliding", False)]
+        if windows and seen.shape[1] > min(windows) and _goes_on_behind_a_gap(seen, tokens.shape[1]):
+            raise BackendError("padding between a sequence's tokens would shift a sliding attention window")
+        self._seen = seen
         by_path = self._torn or (verifies and not all(draft.is_chain for draft in step.drafts))
         if by_path:
             mask = path_mask(step, self._seen, tokens.shape, self.model.dtype)
@@ -244,6 +244,12 @@ class NativeTorchBackend(TransformersBackend):
         """Refuse adapters: this model stays as it is."""
         if adapters is not None:
             raise BackendError("the native backend serves the unmodified model, without adapters")
+
+
+def _goes_on_behind_a_gap(seen: torch.Tensor, rows: int) -> bool:
+    """Whether one of the last ``rows`` columns of ``seen`` [B, T] holds a token behind padding that others precede."""
+    gaps = (seen.cumsum(1) > 0) & ~seen
+    return bool(((gaps.cumsum(1) > 0) & seen)[:, -rows:].any())
 
 
 def load_dense(model: PreTrainedModel, path: str | Path) -> None:
