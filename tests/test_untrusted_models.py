@@ -25,9 +25,11 @@ from moebench.checkpoint import hub
 from moebench.checkpoint.files import INDEX, SINGLE, Checkpoint
 from moebench.checkpoint.mlx_source import stored_form
 from moebench.checkpoint.open import open_source
+from moebench.cli import main
 from moebench.geometry import embedded_folder
-from moebench.harness.assets import folder_geometry, load_tokenizer
+from moebench.harness.assets import LiveModel, folder_geometry, load_tokenizer, with_drafter
 from moebench.models.smollm2_moe import source
+from moebench.store.engines import StoreError
 
 ABSURD = (10**9, 10**30, -1, 0, 1.5, True, "x", None, [1], {"a": 1})
 
@@ -232,14 +234,30 @@ def test_weights_of_smollm2(tmp_path, data):
         assert not one_line(read)
 
 
-def test_nothing_half_written_stays(tmp_path, folders):
-    """A checkpoint whose data contradict it is refused by ``moebench pack`` before its folder has a manifest."""
-    from moebench.cli import main
-
+@pytest.mark.parametrize("part", ["norm.weight", "experts.1.down_proj.weight"])
+def test_nothing_half_written_has_a_packs_name(tmp_path, folders, part, capsys):
     folder = copied(folders["hub"], tmp_path / "m")
     header, tensors = split((folder / SINGLE).read_bytes())
-    name = next(key for key in header if key.endswith("norm.weight"))
-    header[name]["dtype"] = "I16"
+    name = next(key for key in header if key.endswith(part))
+    header[name]["shape"] = [1, *header[name]["shape"][::-1]]
     (folder / SINGLE).write_bytes(joined(header, tensors))
-    main(["pack", f"model={folder}", f"out={tmp_path / 'p'}"])
-    assert not (tmp_path / "p").exists() or (tmp_path / "p" / "manifest.json").is_file()
+    assert main(["pack", f"model={folder}", f"out={tmp_path / 'p'}"]) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("moebench: error: ")]
+    assert part.split(".")[-2] in line
+    assert not (tmp_path / "p").exists()
+
+
+def test_the_headers_of_a_draft_model_are_checked_before_a_library_reads_them(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / SINGLE).write_bytes(b"\xff" * 40)
+    with pytest.raises(StoreError, match="cut short"):
+        with_drafter(LiveModel(tmp_path, None, None, None), None, tmp_path)
+
+
+def test_what_a_file_names_does_not_steer_the_terminal(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / SINGLE).write_bytes(joined({"a\x1b[2J\nb": {"dtype": "?"}}, b""))
+    assert main(["pack", f"model={tmp_path}", f"out={tmp_path / 'p'}"]) == 1
+    said = capsys.readouterr().err
+    assert "a?[2J b" in said
+    assert "\x1b" not in said
