@@ -206,6 +206,15 @@ def test_the_drafter_guesses_as_torchs_does():
         MlxDrafter(DRAFT.parent, 384)
 
 
+def test_probing_adapters_and_loading_a_drafter_are_in_no_runs_peak(tmp_path):
+    backend = make_backend(embedded_folder(), make_pack(embedded_folder(), tmp_path / "pack"), "row_invariant")
+    a, b = np.ones((4, 128), np.float16), np.ones((128, 4), np.float16)
+    backend.adapt(Adapters(0.5, {"model.layers.0.self_attn.q_proj": (a, b)}))
+    assert backend.allocator_peak_bytes() == 0  # nothing was asked for since
+    assert backend.drafter(DRAFT).held_bytes > 0
+    assert backend.allocator_peak_bytes() == 0
+
+
 def test_adapters_stand_beside_their_projections_and_leave_without_trace(tmp_path):
     folder = embedded_folder()
     pack = make_pack(folder, tmp_path / "pack")

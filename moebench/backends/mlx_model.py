@@ -74,8 +74,7 @@ class MlxBackend(Backend):
         self.reset(1)
         self._dry_run()
         self._separate()
-        mx.clear_cache()
-        mx.reset_peak_memory()
+        _forget_peak()
 
     def _separate(self) -> None:
         """Row-invariant numerics: probe every kernel, and let those that need it run row by row from now on."""
@@ -146,7 +145,9 @@ class MlxBackend(Backend):
         """The dense model of ``folder``."""
         from moebench.backends.mlx_draft import MlxDrafter
 
-        return MlxDrafter(folder, _vocabulary(self.config))
+        drafter = MlxDrafter(folder, _vocabulary(self.config))
+        _forget_peak()
+        return drafter
 
     def probe_row_invariance(self) -> dict[str, Any]:
         """Per kernel as it runs now: whether 2 to 33 rows at once give the bits of one by one, and the largest
@@ -180,6 +181,7 @@ class MlxBackend(Backend):
         if adapters is not None:
             self._adapted = self._projections.install(adapters)
             self._separate()
+            _forget_peak()
 
     @property
     def dense_bytes(self) -> int:
@@ -200,7 +202,7 @@ class MlxBackend(Backend):
         return buffer_of(nbytes)
 
     def allocator_peak_bytes(self) -> int:
-        """``mlx.core.get_peak_memory`` since the dense weights were loaded."""
+        """``mlx.core.get_peak_memory`` since all weights were loaded and their kernels probed."""
         return int(mx.get_peak_memory())
 
     @property
@@ -252,6 +254,12 @@ def _top_k(config: Mapping[str, Any]) -> int:
     return int(
         next(text[name] for name in ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts") if name in text)
     )
+
+
+def _forget_peak() -> None:
+    """What loading and probing took is no part of a run."""
+    mx.clear_cache()
+    mx.reset_peak_memory()
 
 
 def _bound_memory() -> None:
