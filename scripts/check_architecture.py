@@ -9,17 +9,22 @@ users get it. Prints the linter's report; exit code 0 when every contract is kep
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+LEFTOVERS = (".*", "build", "results", "reports", "__pycache__", "*.egg-info")
+
 
 def main(source: Path) -> int:
     """Build ``source`` into a wheel, unpack it in an empty folder and lint it there."""
     with tempfile.TemporaryDirectory() as scratch:
+        tree = Path(scratch) / "source"  # a copy, so that leftovers of earlier builds are in no wheel
+        shutil.copytree(source, tree, ignore=shutil.ignore_patterns(*LEFTOVERS))
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-        wheel = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", scratch, str(source)]
+        wheel = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", scratch, str(tree)]
         subprocess.run(wheel, check=True)
         site = Path(scratch) / "site"
         (built,) = Path(scratch).glob("*.whl")

@@ -84,6 +84,9 @@ def check(source: Path) -> int:
 )
 def test_the_contract_is_kept_and_a_planted_breach_is_seen(tmp_path, file, line):
     source = copy_tree(tmp_path / "source")
+    stale = source / "build" / "lib" / "moebench" / "engine"  # of an earlier build: no part of the tree
+    stale.mkdir(parents=True)
+    (stale / "gone.py").write_text("import moebench.systems.cached\n")
     if file:
         path = source / file
         text = path.read_text()
