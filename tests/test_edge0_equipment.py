@@ -79,7 +79,8 @@ def test_heads_and_adapters_are_in_the_ledger_and_on_the_clock(usual):
     assert (value(bare, "peak_active_gib") - value(off, "peak_active_gib")) * 2**30 == pytest.approx(heads)
     native = {"stack": "native"}
     with_adapters, without = (rows(**native, **{"system.lora": on})[0] for on in (True, False))
-    assert value(with_adapters, "tpot_p50_ms") > value(without, "tpot_p50_ms")
+    computed, bare = (row.details["split_ms_per_token"]["compute"] for row in (with_adapters, without))
+    assert computed > bare  # while they compute, reads go on: the whole need not be slower
 
 
 def test_a_cap_on_memory_counts_heads_and_adapters():

@@ -21,7 +21,7 @@ from moebench.trace.stats import overlap as neighbours
 from moebench.trace.synthetic import SyntheticSpec, synthesize
 
 FOLDER = Path(os.environ.get("MOEBENCH_TRACES", Path(__file__).parents[2] / "shared" / "traces"))
-GOLDEN = "9b978c8b812e0840401574b15f7aa6d4"
+GOLDEN = "a62f42628ccf5d12dfc7be5ae88144ba"
 SPEC = SyntheticSpec(layers=8, experts=64, top_k=6, sequences=4, prefill=8, decode=96)
 
 

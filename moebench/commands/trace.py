@@ -58,7 +58,7 @@ class SynthOptions:
     """Where a synthetic trace goes and whose shape it has."""
 
     out: str = dataclasses.field(metadata={"help": "trace file to write"})
-    model: str | None = option(None, "take layers, experts and top_k of this geometry")
+    model: str | None = option(None, "take the shape and the fitted parameters of this geometry")
 
 
 def main(words: Sequence[str]) -> int:
@@ -87,6 +87,7 @@ def _import(words: Sequence[str]) -> int:
 
 
 def _synth(words: Sequence[str]) -> int:
+    from moebench.trace import fits
     from moebench.trace.synthetic import SyntheticSpec, synthesize
 
     own = [word for word in words if word.partition("=")[0] in ("out", "model", "-h", "--help")]
@@ -94,19 +95,22 @@ def _synth(words: Sequence[str]) -> int:
     if options is None:
         print(describe(SyntheticSpec, "trace synth"), end="")
         return 0
-    shape = {}
-    if options.model:
-        chosen = geometry.load(load_plugins().model_path(options.model))
-        shape = {"layers": chosen.layers, "experts": chosen.experts, "top_k": chosen.top_k}
     spec = parse([word for word in words if word not in own], SyntheticSpec, "trace synth")
-    changed = {
-        f.name: getattr(spec, f.name) for f in dataclasses.fields(SyntheticSpec) if getattr(spec, f.name) != f.default
-    }
-    if clash := set(shape) & set(changed):
-        raise UsageError(f"trace synth: {', '.join(sorted(clash))} is given by model={options.model}")
-    spec = build(SyntheticSpec, {**shape, **changed}, "trace synth")
+    assert spec is not None  # help was answered above
+    given = {word.partition("=")[0] for word in words if word not in own} & {f.name for f in dataclasses.fields(spec)}
+    asked = {name: getattr(spec, name) for name in given}
     writable_file(options.out)
-    return _save(synthesize(spec), options.out)
+    if not options.model:
+        return _save(synthesize(spec), options.out)
+    chosen = geometry.load(load_plugins().model_path(options.model))
+    shape = {"layers": chosen.layers, "experts": chosen.experts, "top_k": chosen.top_k}
+    if clash := given & set(shape):
+        raise UsageError(f"trace synth: {', '.join(sorted(clash))} is given by model={options.model}")
+    if given & set(fits.LAWS):
+        fit = fits.of_model(chosen.name)
+        laws = dict(fit.parameters) if fit else {}
+        return _save(synthesize(build(SyntheticSpec, {**laws, **shape, **asked}, "trace synth")), options.out)
+    return _save(fits.synthetic(chosen.name, **shape, **asked), options.out)
 
 
 def _record(words: Sequence[str]) -> int:

@@ -52,7 +52,7 @@ def run_cell(cell: Cell, registry: Registry, progress: Progress = lambda text: N
 def load_trace(cell: Cell) -> Trace:
     """The routing that a replay cell follows."""
     from moebench.trace import format as trace_format
-    from moebench.trace.synthetic import SyntheticSpec, synthesize
+    from moebench.trace.fits import synthetic
 
     workload, geometry = cell.config.workload, cell.geometry
     if workload.kind == "trace":
@@ -65,16 +65,15 @@ def load_trace(cell: Cell) -> Trace:
         if trace.top_k > geometry.experts:
             raise UsageError(f"trace {workload.path} routes {trace.top_k} of {geometry.experts} experts")
         return trace
-    return synthesize(
-        SyntheticSpec(
-            layers=geometry.layers,
-            experts=geometry.experts,
-            top_k=geometry.top_k,
-            sequences=workload.requests,
-            prefill=workload.prompt_tokens,
-            decode=workload.new_tokens - 1,  # the first token comes out of the prefill
-            seed=workload.seed,
-        )
+    return synthetic(
+        geometry.name,
+        layers=geometry.layers,
+        experts=geometry.experts,
+        top_k=geometry.top_k,
+        sequences=workload.requests,
+        prefill=workload.prompt_tokens,
+        decode=workload.new_tokens - 1,  # the first token comes out of the prefill
+        seed=workload.seed,
     )
 
 
@@ -123,7 +122,8 @@ def _replay(cell: Cell, registry: Registry, progress: Progress) -> Row:
     metrics |= unasked("a replay has no model that answers")
     assumptions = []
     if "generator" in trace.metadata:
-        assumptions.append(f"assumed: routing from a synthetic trace ({trace.metadata['source']})")
+        how = trace.metadata.get("fitted", "with parameters of its own")
+        assumptions.append(f"assumed: routing from a synthetic trace ({trace.metadata['source']}), {how}")
     assumptions += [*_narrowed(geometry.top_k, equipment), *equipment.assumptions]
     if equipment.acceptance is not None and not has_drafts(trace):
         assumptions.append(equipment.acceptance.assumption())

@@ -32,13 +32,13 @@ FITTED_TO = {
 class SyntheticSpec:
     """What a synthetic trace is made of; the defaults are fitted to ``FITTED_TO``.
 
-    ``skew`` is the mean Zipf exponent (0 = uniform), ``skew_spread`` its relative spread over layers, ``reach`` the
-    share of a layer's experts that one topic draws from. ``persistence`` is the share of slots that repeat what they
-    held d tokens ago, d in 1..``memory`` with weight 1/d. Sequences roam among ``topics_per_sequence`` of ``topics``
-    topics, redrawn with probability ``topic_rate`` a token; ``topic_share`` of new draws are the topic's, the rest are
-    common to all. ``layer_link`` is the share of slots that follow the layer before. Each of ``sequences`` has
-    ``prefill`` then ``decode`` tokens. ``seed`` stands for the model; another ``text`` gives the same model other
-    requests to answer.
+    ``skew`` is the mean Zipf exponent (0 = uniform), ``skew_spread`` its relative spread over layers, ``shift`` what is
+    added to ranks, as a share of the experts (Mandelbrot's law: a flat head), ``reach`` the share of a layer's experts
+    that one topic draws from. ``persistence`` is the share of slots that repeat what they held d tokens ago, d in
+    1..``memory`` with weight 1/d. Sequences roam among ``topics_per_sequence`` of ``topics`` topics, redrawn with
+    probability ``topic_rate`` a token; ``topic_share`` of new draws are the topic's, the rest are common to all.
+    ``layer_link`` is the share of slots that follow the layer before. Each of ``sequences`` has ``prefill`` then
+    ``decode`` tokens. ``seed`` stands for the model; another ``text`` gives the same model other requests to answer.
     """
 
     layers: int = 40
@@ -47,8 +47,9 @@ class SyntheticSpec:
     sequences: int = 8
     prefill: int = 64
     decode: int = 192
-    skew: float = 1.2
-    skew_spread: float = 0.7
+    skew: float = 1.15
+    skew_spread: float = 0.5
+    shift: float = 0.0
     reach: float = 0.35
     persistence: float = 0.28
     memory: int = 4
@@ -64,7 +65,7 @@ class SyntheticSpec:
         for name in ("layers", "experts", "top_k", "sequences", "memory", "topics", "topics_per_sequence"):
             if getattr(self, name) < 1:
                 raise ValueError(f"synthetic trace: {name} must be at least 1, got {getattr(self, name)}")
-        for name in ("skew_spread", "reach", "persistence", "topic_rate", "topic_share", "layer_link"):
+        for name in ("skew_spread", "shift", "reach", "persistence", "topic_rate", "topic_share", "layer_link"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"synthetic trace: {name} must lie in 0..1, got {getattr(self, name)}")
         if self.top_k > self.experts or self.experts > 4096:
@@ -129,7 +130,7 @@ def synthesize(spec: SyntheticSpec) -> Trace:
             concepts[now] = _distinct(held, new[:, k:], seen).ravel()
     rows = concepts.reshape(steps, lanes, layers, k).swapaxes(0, 1).reshape(-1, layers, k)
     experts = to_expert[np.arange(layers)[:, None], rows]
-    return _trace(spec, experts, draw, "zipf-topics-recency 1")
+    return _trace(spec, experts, draw, "zipf-topics-recency 2")
 
 
 def _candidates(spec, draw, zipf, lags, count):
@@ -139,13 +140,14 @@ def _candidates(spec, draw, zipf, lags, count):
     """
     shape = (count, spec.sequences, spec.layers, 2 * spec.top_k)
     layer = np.arange(spec.layers)[:, None]
-    rank = zipf[layer, draw.u16(shape) >> 2]
+    place = draw.u16(shape) >> 2
     common = draw.u16(shape) >= spec.topic_share * UNIT
     lag = lags[draw.u16((*shape[:3], spec.top_k))]
     follows = draw.u16(shape) < spec.layer_link * UNIT
     origin = np.maximum.accumulate(np.where(follows, 0, layer), axis=2)
     pick = np.take_along_axis
-    return pick(rank, origin, 2), pick(common, origin, 2), pick(lag, origin[..., : spec.top_k], 2)
+    rank = zipf[layer, pick(place, origin, 2)]  # what is followed is the draw: each layer reads it by its own law
+    return rank, pick(common, origin, 2), pick(lag, origin[..., : spec.top_k], 2)
 
 
 def _distinct(held: np.ndarray, spares: np.ndarray, seen: np.ndarray) -> np.ndarray:
@@ -179,10 +181,11 @@ def _roam(spec, draw, own_topics, topic, count):
 
 
 def _zipf_tables(spec, draw):
-    """Inverse of each layer's Zipf law on a grid, int16 [layers, DRAWS]: rank r has a share proportional to r^-skew."""
-    spread = spec.skew_spread * (2.0 * draw.u16(spec.layers) / UNIT - 1.0)
-    exponent = spec.skew * (1.0 + spread)
-    share = np.arange(1, spec.drawn + 1)[None, :] ** -exponent[:, None]
+    """Inverse of each layer's law on a grid, int16 [layers, DRAWS]: rank r has a share as (r + shift * E)^-skew."""
+    # evenly spread, in random order: a mean over few layers should not hang on the seed
+    place = (2.0 * draw.permutations(1, spec.layers)[0] + 1.0) / spec.layers - 1.0
+    exponent = spec.skew * (1.0 + spec.skew_spread * place)
+    share = (np.arange(1, spec.drawn + 1) + spec.shift * spec.experts)[None, :] ** -exponent[:, None]
     edges = np.rint(share.cumsum(axis=1) / share.sum(axis=1, keepdims=True) * DRAWS)
     return np.stack([np.searchsorted(edge, np.arange(DRAWS), side="right") for edge in edges]).astype(np.int16)
 

@@ -129,14 +129,12 @@ def _routing(options: PrepareOptions, folder: Path, name: str, progress: Progres
             f"flashmoe/{options.seed}",
             progress,
         )
-    from moebench.trace.synthetic import SyntheticSpec, synthesize
+    from moebench.trace.fits import synthetic
 
     progress("synthetic routing", 0, 1)
-    return "", synthesize(
-        SyntheticSpec(
-            layers=shape.layers, experts=shape.experts, top_k=shape.top_k, sequences=options.requests or 16,
-            prefill=PROMPT, decode=options.new_tokens or 192, seed=options.seed,
-        )
+    return "", synthetic(
+        name, layers=shape.layers, experts=shape.experts, top_k=shape.top_k, sequences=options.requests or 16,
+        prefill=PROMPT, decode=options.new_tokens or 192, seed=options.seed,
     )  # fmt: skip
 
 
