@@ -57,7 +57,7 @@ DEEPER = {  # three layers of experts, which heads and two layers ahead need
     **{name: {"num_hidden_layers": 3} for name in ("qwen3_moe", "gpt_oss")},
     "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
 }
-LEARNED = {("qwen3_5_moe", "edge0"), ("deepseek_v3", "edge0"), ("bailing_hybrid", "edge0")}
+LEARNED = {("qwen3_5_moe", "edge0"), ("deepseek_v3", "edge0")}
 
 
 class Desk:

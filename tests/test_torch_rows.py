@@ -13,9 +13,10 @@ from family_checkpoints import native
 from transformers import DynamicCache
 
 from moebench.backends.probe import plain_kernels
-from moebench.backends.torch_experts import expert_modules
+from moebench.backends.torch_experts import BackendError, expert_modules
 from moebench.backends.torch_geometry import attention_modules, head_shape
-from moebench.backends.torch_routers import Settled, outer_router, settle_routers
+from moebench.backends.torch_routers import outer_router, settle_routers
+from moebench.backends.torch_settled import Settled
 from moebench.backends.torch_state import Memory, cache_argument
 from moebench.backends.torch_window import always_apart, attend_paths, short_context
 
@@ -81,11 +82,16 @@ def test_states_are_those_of_steps_where_layers_run_step_by_step(family):
     assert not torch.equal(outputs[False][0], outputs[False][2])
 
 
-def test_a_convolution_of_many_sequences_is_made_of_convolutions_of_one():
-    x, weight = torch.randn(20, 96, 9), torch.randn(96, 1, 4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("padding", [0, 3])
+def test_a_convolution_by_taps_is_torchs_and_the_same_for_many_sequences(dtype, padding):
+    x, weight, bias = torch.randn(20, 96, 9).to(dtype), torch.randn(96, 1, 4).to(dtype), torch.randn(96).to(dtype)
     with Settled():
-        together = F.conv1d(x, weight, groups=96)
-    assert torch.equal(together, torch.cat([F.conv1d(one, weight, groups=96) for one in x.split(1)]))
+        together = F.conv1d(x, weight, bias, padding=padding, groups=96)
+        assert torch.equal(together, torch.cat([F.conv1d(one, weight, bias, 1, padding, 1, 96) for one in x.split(1)]))
+    torch.testing.assert_close(together, F.conv1d(x, weight, bias, padding=padding, groups=96))
+    with Settled(), pytest.raises(BackendError, match="single channels only"):
+        F.conv1d(x, torch.randn(8, 96, 4).to(dtype))
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "minimax_m2", "hunyuan_v1_moe", "qwen3_moe"])

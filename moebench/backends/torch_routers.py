@@ -13,28 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from moebench.backends.torch_experts import expert_modules, router_module
+from moebench.backends.torch_settled import Settled
 
 SAMPLE = 256  # rows that a router is tried on
 BIASES = ("e_score_correction_bias", "expert_bias")
-
-
-class Settled(TorchFunctionMode):
-    """While it is entered, top-k is sorted and a convolution of many sequences is made of convolutions of one."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.topk and not kwargs.get("sorted", True):
-            kwargs = {**kwargs, "sorted": True}
-        elif func is F.conv1d and len(args[0]) > 1:
-            return torch.cat([func(sequence, *args[1:], **kwargs) for sequence in args[0].split(1)])
-        return func(*args, **kwargs)
 
 
 def settle_routers(model: nn.Module, exact: bool) -> None:

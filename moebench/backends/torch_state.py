@@ -21,7 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from moebench.backends.torch_experts import BackendError
-from moebench.backends.torch_routers import Settled
+from moebench.backends.torch_settled import Settled
 
 State = dict[tuple[str, int], torch.Tensor]
 
@@ -101,7 +101,7 @@ class Memory:
             return plain(hidden_states, **kwargs)
         states, out = [], []
         for at in range(hidden_states.shape[1]):
-            with Settled() if self.stepwise and len(hidden_states) > 1 else nullcontext():
+            with Settled() if self.stepwise else nullcontext():
                 out.append(plain(hidden_states[:, at : at + 1], **kwargs))
             if self._cache is not None:
                 states.append({name: state.clone() for name, state in _states(self._cache.layers[index]).items()})
