@@ -17,6 +17,7 @@ from moebench.commands import smollm2_moe as command
 from moebench.errors import UsageError
 from moebench.models.smollm2_moe import source, texts
 from moebench.models.smollm2_moe.distil import Recipe, distil, loss_of
+from moebench.models.smollm2_moe.folder import with_rope_theta
 from moebench.models.smollm2_moe.source import INSTALL, MEMBER, Weights
 from moebench.models.smollm2_moe.split import split_model
 from moebench.models.smollm2_moe.student import SplitFeedForward, copy_of, install, to_qwen2_moe
@@ -66,6 +67,18 @@ def test_transformers_computes_what_the_student_computes(tiny_dense, tiny_ids, l
         there, here = to_qwen2_moe(student, torch.float32)(ids).logits, student(ids).logits
     torch.testing.assert_close(there, here, rtol=1e-3, atol=2e-3)
     assert (there.argmax(-1) == here.argmax(-1)).float().mean() > 0.99
+
+
+def test_mlx_lm_computes_it_too(tiny_dense, tiny_ids, layers, tmp_path):
+    mx = pytest.importorskip("mlx.core")
+    load_model = pytest.importorskip("mlx_lm.utils").load_model
+    made = to_qwen2_moe(student_of(tiny_dense, layers), torch.float32)
+    made.save_pretrained(tmp_path)
+    with_rope_theta(tmp_path / "config.json")
+    model, _ = load_model(tmp_path)
+    there = torch.tensor(np.array(model(mx.array(tiny_ids[:2]))))
+    with torch.inference_mode():
+        torch.testing.assert_close(there, made(torch.from_numpy(tiny_ids[:2])).logits, rtol=1e-3, atol=2e-3)
 
 
 def test_an_interrupted_distillation_ends_with_the_numbers_of_one_that_was_not(tiny_dense, tiny_ids, layers, tmp_path):

@@ -57,7 +57,7 @@ def write(
 ) -> None:
     """Checkpoint in bf16 and the hub's key layout, tokenizer, provenance and card."""  # fmt: skip
     to_qwen2_moe(student, torch.bfloat16).save_pretrained(folder)
-    _with_rope_theta(folder / "config.json")
+    with_rope_theta(folder / "config.json")
     tokenizer.save_pretrained(folder)
     provenance = {
         "source": {"file": weights.file.name, "sha256": weights.sha256, "found": weights.found},
@@ -100,7 +100,7 @@ def write_texts(
                 out.write(json.dumps(pair, ensure_ascii=False) + "\n")
 
 
-def _with_rope_theta(file: Path) -> None:
+def with_rope_theta(file: Path) -> None:
     """``rope_theta`` also where older readers, mlx-lm among them, look for it."""
     config = json.loads(file.read_text())
     config["rope_theta"] = config["rope_parameters"]["rope_theta"]
