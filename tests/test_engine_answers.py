@@ -28,7 +28,7 @@ def register_systems(register):
 class Odd:
     @hookimpl
 """
-FAILED = r"hook evict of mb_test_odd\.Odd failed at pass 0 \(prefill\), layer \d: KeyError: 'x' \(mb_test_odd\.py:\d+\)"
+FAILED = r"hook evict of mb_test_odd\.Odd failed at pass \d+ \(\w+\), layer \d: KeyError: 'x' \(mb_test_odd\.py:\d+\)"
 ODD = {  # what it does -> (its hook, what the line says)
     "raises": ("evict(self, need, candidates): return {}['x']", FAILED),
     "raises at the start": ("begin_step(self): 1 / 0", r"hook begin_step .* at pass 0 \(prefill\): ZeroDivisionError"),

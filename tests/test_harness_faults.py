@@ -114,8 +114,7 @@ def test_a_users_own_folder_runs_without_noise(live, folder, capsys):
 def test_weights_that_are_damaged_are_named(live, folder, capsys):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:100])
-    assert "cannot load the model at" in (error := failed(capsys, ["model=./own"]))
-    assert "own" in error
+    assert "own/model.safetensors is not a safetensors file, or was cut short" in failed(capsys, ["model=./own"])
 
 
 def test_a_model_that_lacks_a_tensor_is_refused_and_not_filled_at_random(live, folder, capsys):

@@ -12,6 +12,7 @@ import torch
 from family_checkpoints import make_checkpoint
 from mlx_checkpoints import mlx_folder
 from mlx_models import MlxServer, config_of, make_backend, make_pack, own_forward
+from safetensors.torch import load_file, save_file
 from torch_models import run
 from transformers import AutoModelForCausalLM
 
@@ -32,9 +33,19 @@ BOUNDS = {
 TOKENS = np.random.default_rng(0).integers(2, 300, (1, 12))
 
 
+def without_selection_bias(folder):
+    """Zeros where mlx-lm leaves a tensor out: with any other numbers the model is refused."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    zeros = {n: torch.zeros_like(t) for n, t in tensors.items() if n.endswith("e_score_correction_bias")}
+    save_file(tensors | zeros, file, {"format": "pt"})
+
+
 @pytest.mark.parametrize("family", BOUNDS)
 def test_logits_are_those_of_mlx_lm_and_of_transformers(family, tmp_path):
     folder = make_checkpoint(family, tmp_path / "checkpoint", tokenizer=False)
+    if family == "ernie4_5_moe":
+        without_selection_bias(folder)
     pack = make_pack(folder, tmp_path / "pack")
     backend = make_backend(folder, pack)
     logits = run(backend, MlxServer(backend, pack, np.random.default_rng(1)), TOKENS, all_rows=True)

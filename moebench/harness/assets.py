@@ -80,10 +80,15 @@ def as_packed(geometry: Geometry, pack: Pack) -> Geometry:
 
 def folder_geometry(folder: Path, name: str, quant: str) -> Geometry:
     """The geometry of a model folder by its configuration alone: no weights are read, no pack is made."""
+    from moebench.backends.base import BackendError
     from moebench.backends.torch_geometry import geometry_of
-    from moebench.backends.torch_source import load_config
+    from moebench.backends.torch_source import load_config, model_config
 
     config = load_config(folder)
+    try:
+        model_config(config)
+    except BackendError as error:
+        raise BackendError(f"{folder / 'config.json'}: {error}") from None
     if quant != "stored":
         return geometry_of(config, name, quant)
     from moebench.checkpoint.mlx_source import stored_form
