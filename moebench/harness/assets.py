@@ -59,10 +59,9 @@ def load_live(
     one clear line on failure.
     """
     from moebench.backends.torch_geometry import geometry_of
-    from moebench.backends.torch_source import load_config
 
     tokenizer = load_tokenizer(folder)
-    geometry = geometry_of(load_config(folder), name)  # what cannot run is refused before it is packed
+    geometry = geometry_of(_config(folder), name)  # what cannot run is refused before it is packed
     require_model(backend, folder)
     pack = ensure_pack(folder, name, quant, layout, order, codec, BYTE_LAYOUTS[backend])
     return LiveModel(folder, pack, as_packed(geometry, pack), tokenizer)
@@ -80,15 +79,9 @@ def as_packed(geometry: Geometry, pack: Pack) -> Geometry:
 
 def folder_geometry(folder: Path, name: str, quant: str) -> Geometry:
     """The geometry of a model folder by its configuration alone: no weights are read, no pack is made."""
-    from moebench.backends.base import BackendError
     from moebench.backends.torch_geometry import geometry_of
-    from moebench.backends.torch_source import load_config, model_config
 
-    config = load_config(folder)
-    try:
-        model_config(config)
-    except BackendError as error:
-        raise BackendError(f"{folder / 'config.json'}: {error}") from None
+    config = _config(folder)
     if quant != "stored":
         return geometry_of(config, name, quant)
     from moebench.checkpoint.mlx_source import stored_form
@@ -96,6 +89,19 @@ def folder_geometry(folder: Path, name: str, quant: str) -> Geometry:
     spec, nbytes = stored_form(folder)
     found = replace(geometry_of(config, name), quant=spec.kind, group=spec.group, stored_bytes=nbytes)
     return found if spec.kind == "stored" else replace(found, stored_bytes=0)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """The configuration of a model folder, of a family that transformers knows."""
+    from moebench.backends.base import BackendError
+    from moebench.backends.torch_source import load_config, model_config
+
+    config = load_config(folder)
+    try:
+        model_config(config)
+    except BackendError as error:
+        raise BackendError(f"{folder / 'config.json'}: {error}") from None
+    return config
 
 
 def load_tokenizer(folder: Path) -> Any:
