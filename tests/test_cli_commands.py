@@ -21,7 +21,6 @@ from moebench.commands.words import describe, parse
 from moebench.errors import UsageError
 from moebench.plugins import load_plugins
 from moebench.residency.policies import CAUSAL
-from moebench.trace import fits
 from moebench.trace.format import load
 from moebench.trace.synthetic import SyntheticSpec
 from moebench.units import GIB
@@ -257,21 +256,6 @@ def test_hit_rates_are_counted_on_the_first_tokens_and_can_be_left_out(capsys):
     own = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert list(own["hit_rate"]["lru"]) == ["0.125"]
     assert own["hit_rate"]["lru"]["0.125"] != found[1000]["hit_rate"]["lru"]["0.125"]
-
-
-def test_a_synthetic_trace_has_the_parameters_of_its_geometry(capsys):
-    words = ["trace", "synth", "out=a.safetensors", "sequences=1", "prefill=0", "decode=8"]
-    found = {}
-    for name, more in (("own", []), ("moved", ["skew=2.0"]), ("none", None)):
-        assert main([*words, *(["model=olmoe-1b-7b", *more] if more is not None else ["layers=16", "experts=64"])]) == 0
-        found[name] = load("a.safetensors").metadata
-    fit = fits.of_model("olmoe-1b-7b")
-    assert found["own"]["fitted"] == fit.assumption
-    assert found["own"]["parameters"] | fit.parameters == found["own"]["parameters"]
-    assert found["moved"]["parameters"] == found["own"]["parameters"] | {"skew": 2.0}
-    assert "fitted" not in found["moved"]
-    assert found["none"]["parameters"]["skew"] == SyntheticSpec.skew
-    assert fits.synthetic("no-such-model", decode=2).metadata["fitted"].startswith("with the general parameters")
 
 
 def test_gaps_of_a_recording_are_shown(capsys):

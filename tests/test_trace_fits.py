@@ -11,11 +11,12 @@ import pytest
 import yaml
 
 from moebench import geometry
+from moebench.cli import main
 from moebench.plugins import load_plugins
 from moebench.residency.targets import Measures
 from moebench.trace import fits
 from moebench.trace.fits import Fit, FitError, Target
-from moebench.trace.format import TraceError
+from moebench.trace.format import TraceError, load
 from moebench.trace.importers import import_npz
 from moebench.trace.stats import top_share
 from moebench.trace.synthetic import SyntheticSpec, synthesize, uniform
@@ -160,3 +161,19 @@ def test_bad_files_are_refused(tmp_path):
             fits.load(path)
     assert Target("overlap@1", 0.5, 0.1, "x").reached is None
     assert fits.of_model("no-such-model") is None
+
+
+def test_a_synthetic_trace_has_the_parameters_of_its_geometry(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["trace", "synth", "out=a.safetensors", "sequences=1", "prefill=0", "decode=8"]
+    found = {}
+    for name, more in (("own", []), ("moved", ["skew=2.0"]), ("none", None)):
+        assert main([*words, *(["model=olmoe-1b-7b", *more] if more is not None else ["layers=16", "experts=64"])]) == 0
+        found[name] = load("a.safetensors").metadata
+    fit = fits.of_model("olmoe-1b-7b")
+    assert found["own"]["fitted"] == fit.assumption
+    assert found["own"]["parameters"] | fit.parameters == found["own"]["parameters"]
+    assert found["moved"]["parameters"] == found["own"]["parameters"] | {"skew": 2.0}
+    assert "fitted" not in found["moved"]
+    assert found["none"]["parameters"]["skew"] == SyntheticSpec.skew
+    assert fits.synthetic("no-such-model", decode=2).metadata["fitted"].startswith("with the general parameters")
