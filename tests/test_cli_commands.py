@@ -22,7 +22,6 @@ from moebench.errors import UsageError
 from moebench.plugins import load_plugins
 from moebench.residency.policies import CAUSAL
 from moebench.trace.format import load
-from moebench.trace.synthetic import SyntheticSpec
 from moebench.units import GIB
 
 
