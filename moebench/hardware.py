@@ -15,28 +15,36 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from moebench.errors import UsageError
+from moebench.curves import Curve
 from moebench.machine import Machine
 from moebench.read_curve import ReadCurve
+from moebench.sourced import SOURCES, HardwareError, Quantity, curves, numbers, quantity, read_curve
 from moebench.yamlfile import read_yaml
 
-SOURCES = ("datasheet", "paper", "measured", "estimate")
+__all__ = ["NUMBERS", "SOURCES", "HardwareError", "HardwareProfile", "Quantity", "ReadCurve", "Stack", "load"]
 # name -> (unit, which machines must give it): all, those with a device of its own memory, or none: a run that needs a
 # number its machine does not give is refused. page_fault_us is one major fault of one page with its read; bandwidths
 # are what is reached, not the bus's peak. map_us makes one expert's pages visible to the accelerator; on_chip_* is the
 # memory inside it that its copies fill, tile_rows the rows it multiplies at a time at the least; rans_gb_s counts
-# decoded bytes where the decoder runs; cpu_tflops is arithmetic on expert weights by the host's processor.
+# decoded bytes where the decoder runs; cpu_tflops is arithmetic on expert weights by the host's processor. stream_gb_s
+# only reads. A share is what is left of a rate: of reads beside writes or compute, of compute beside direct reads or
+# copies, of compute after a time under load. durable writes are 256 KiB each, on the drive before the next one.
 NUMBERS = {
     "memory.ram_gib": ("GiB", "all"),
     "memory.reserve_gib": ("GiB", "all"),
     "memory.device_gib": ("GiB", "device"),
     "memory.on_chip_mib": ("MiB", "none"),
     "storage.write_gb_s": ("GB/s", "all"),
+    "storage.durable_write_gb_s": ("GB/s", "none"),
+    "storage.write_beside_reads_gb_s": ("GB/s", "none"),
+    "storage.read_beside_writes": ("share", "none"),
+    "storage.read_beside_compute": ("share", "none"),
     "storage.page_fault_us": ("us", "all"),
     "storage.page_kib": ("KiB", "all"),
     "storage.readahead_kib": ("KiB", "all"),
     "storage.map_us": ("us", "none"),
     "bandwidth.dram_gb_s": ("GB/s", "all"),
+    "bandwidth.stream_gb_s": ("GB/s", "none"),
     "bandwidth.device_gb_s": ("GB/s", "all"),
     "bandwidth.h2d_gb_s": ("GB/s", "device"),
     "bandwidth.d2h_gb_s": ("GB/s", "device"),
@@ -47,35 +55,23 @@ NUMBERS = {
     "compute.tile_rows": ("rows", "none"),
     "compute.cpu_tflops": ("TFLOP/s", "none"),
     "compute.rans_gb_s": ("GB/s", "none"),
+    "compute.beside_reads": ("share", "none"),
+    "compute.beside_copies": ("share", "none"),
+    "compute.sustained": ("share", "none"),
 }
-RATES = ("GB/s", "TFLOP/s")  # what seconds are divided by
 STACK_NUMBERS = {"per_load_ms": "ms", "host_sync_us": "us", "layer_floor_us": "us"}
+# What the loop itself takes, 0 where it is not declared: of a pass, of a layer, of an expert that is resident, of a
+# hook that is called; and pass_us, what the library takes of a pass beside its layers: masks, embedding, head.
+LOOP_NUMBERS = {"step_us": "us", "layer_us": "us", "request_us": "us", "hook_us": "us", "pass_us": "us"}
 SECTIONS = ("memory", "storage", "bandwidth", "compute")
 KEYS = {"id", "title", "match", "model", "engine", "stack", "unified", "read_curve", "stacks", *SECTIONS}
-
-
-class HardwareError(UsageError):
-    """A profile that is incomplete, contradicts itself or gives a number without unit and source."""
-
-
-@dataclass(frozen=True)
-class Quantity:
-    """One number with its unit and where it comes from: ``kind`` is one of SOURCES, ``text`` says which and how.
-
-    ``machine`` names another profile that it was taken on; such a number is *transferred*.
-    """
-
-    value: float
-    unit: str
-    kind: str
-    text: str
-    machine: str = ""
+MORE = {"curves", "unmeasured"}  # what a measured profile has besides
 
 
 @dataclass(frozen=True)
 class Stack:
-    """What a software stack adds on this machine: per expert load, per layer at the least, and per read-back by the
-    host.
+    """What a software stack adds on this machine: per expert load, per layer at the least, per read-back by the host,
+    and what its loop takes where that was measured.
     """
 
     name: str
@@ -83,6 +79,11 @@ class Stack:
     host_sync_us: float
     layer_floor_us: float
     quantities: dict[str, Quantity]
+    step_us: float = 0.0
+    layer_us: float = 0.0
+    request_us: float = 0.0
+    hook_us: float = 0.0
+    pass_us: float = 0.0
 
     @property
     def transferred(self) -> dict[str, str]:
@@ -92,7 +93,9 @@ class Stack:
 
 @dataclass(frozen=True)
 class HardwareProfile:
-    """One machine. ``number(name)`` is a plain float; ``quantities`` holds each with unit and source."""
+    """One machine. ``number(name)`` is a plain float; ``quantities`` holds each with unit and source, ``curves`` what
+    was measured over two axes (names: ``moebench.curves``), ``unmeasured`` what could not be, with the reason.
+    """
 
     id: str
     title: str
@@ -104,6 +107,8 @@ class HardwareProfile:
     quantities: dict[str, Quantity]
     read_curve: ReadCurve
     stacks: dict[str, Stack] = field(default_factory=dict)
+    curves: dict[str, Curve] = field(default_factory=dict)
+    unmeasured: dict[str, str] = field(default_factory=dict)
 
     def number(self, name: str) -> float:
         """A declared number by dotted name, such as ``bandwidth.dram_gb_s``; one not declared is an error that says
@@ -126,9 +131,10 @@ class HardwareProfile:
     def digest(self) -> str:
         """Twelve hex digits over what a modeled run computes with; titles and the wording of sources are left out."""
         curve, stacks = self.read_curve, sorted(self.stacks)
-        numbers = {name: quantity.value for name, quantity in self.quantities.items()}
-        numbers |= {f"{name}.{key}": getattr(self.stacks[name], key) for name in stacks for key in STACK_NUMBERS}
-        content = [self.unified, self.engine, self.stack, numbers, curve.sizes_kib, curve.depths, curve.rows]
+        values = {name: quantity.value for name, quantity in self.quantities.items()}
+        values |= {f"{name}.{key}": q.value for name in stacks for key, q in self.stacks[name].quantities.items()}
+        content = [self.unified, self.engine, self.stack, values, curve.sizes_kib, curve.depths, curve.rows]
+        content += [[name, self.curves[name].rows] for name in sorted(self.curves)]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
     def __getattr__(self, name: str) -> float:
@@ -183,9 +189,9 @@ def from_dict(data: Any, where: str) -> HardwareProfile:
     """Build a profile from parsed YAML."""
     if not isinstance(data, dict):
         raise HardwareError(f"{where}: expected a mapping with {', '.join(sorted(KEYS))}")
-    if extra := set(data) - KEYS:
+    if extra := set(data) - KEYS - MORE:
         raise HardwareError(
-            f"{where}: unknown key {', '.join(sorted(map(str, extra)))}; valid: {', '.join(sorted(KEYS))}"
+            f"{where}: unknown key {', '.join(sorted(map(str, extra)))}; valid: {', '.join(sorted(KEYS | MORE))}"
         )
     if missing := KEYS - set(data):
         raise HardwareError(f"{where}: missing {', '.join(sorted(missing))}")
@@ -202,7 +208,7 @@ def from_dict(data: Any, where: str) -> HardwareProfile:
     for name, (unit, needed) in NUMBERS.items():
         section, key = name.split(".")
         if key in data[section]:
-            quantities[name] = _quantity(data[section][key], unit, f"{where}: {name}")
+            quantities[name] = quantity(data[section][key], unit, f"{where}: {name}")
         elif needed == "all" or (needed == "device" and not data["unified"]):
             raise HardwareError(f"{where}: {name} is missing")
     for section in SECTIONS:
@@ -214,11 +220,18 @@ def from_dict(data: Any, where: str) -> HardwareProfile:
     stacks = {name: _stack(name, body, where) for name, body in data["stacks"].items()}
     if data["stack"] not in stacks:
         raise HardwareError(f"{where}: stack {data['stack']!r} is not one of {', '.join(sorted(stacks))}")
-    curve = _curve(data["read_curve"], where)
-    rule = _match(data["match"], where)
     return HardwareProfile(
-        **named, unified=data["unified"], match=rule, quantities=quantities, read_curve=curve, stacks=stacks
-    )
+        **named, unified=data["unified"], match=_match(data["match"], where), quantities=quantities,
+        read_curve=read_curve(data["read_curve"], where), stacks=stacks, curves=curves(data.get("curves", {}), where),
+        unmeasured=_unmeasured(data.get("unmeasured", {}), where),
+    )  # fmt: skip
+
+
+def _unmeasured(given: Any, where: str) -> dict[str, str]:
+    """What a calibration could not measure, with the reason."""
+    if not isinstance(given, dict) or not all(isinstance(text, str) and text for text in (*given, *given.values())):
+        raise HardwareError(f"{where}: unmeasured must be a mapping of names to reasons, got {given!r}")
+    return given
 
 
 def _match(rule: Any, where: str) -> dict[str, Any]:
@@ -231,70 +244,17 @@ def _match(rule: Any, where: str) -> dict[str, Any]:
             re.compile(rule[part])
         except (TypeError, re.error) as error:
             raise HardwareError(f"{where}: match.{part} {rule[part]!r} is not a pattern: {error}") from None
-    if "ram_gib" in rule and len(_numbers(rule["ram_gib"], f"{where}: match.ram_gib")) != 2:
+    if "ram_gib" in rule and len(numbers(rule["ram_gib"], f"{where}: match.ram_gib")) != 2:
         raise HardwareError(f"{where}: match.ram_gib must be [low, high], got {rule['ram_gib']!r}")
     return rule
 
 
-def _numbers(values: Any, where: str) -> tuple[float, ...]:
-    if not isinstance(values, list) or not all(map(_is_number, values)):
-        raise HardwareError(f"{where} must be a list of numbers, got {values!r}")
-    return tuple(map(float, values))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
-
-
-def _quantity(entry: Any, unit: str, where: str) -> Quantity:
-    if not isinstance(entry, dict) or not {"value", "unit", "source"} <= set(entry) <= {
-        "value",
-        "unit",
-        "source",
-        "machine",
-    }:
-        raise HardwareError(
-            f"{where} must be {{value, unit, source}} (and machine, where it was taken on another), got {entry!r}"
-        )
-    if entry["unit"] != unit:
-        raise HardwareError(f"{where} must be in {unit}, got {entry['unit']!r}")
-    value = entry["value"]
-    if not _is_number(value) or value < 0:
-        raise HardwareError(f"{where}: value must be a number of at least 0, got {value!r}")
-    if not value and unit in RATES:
-        raise HardwareError(f"{where}: a rate in {unit} must be larger than 0")
-    kind, text = _source(entry["source"], where)
-    return Quantity(float(value), unit, kind, text, str(entry.get("machine", "")))
-
-
-def _source(source: Any, where: str) -> tuple[str, str]:
-    kind, _, text = str(source).partition(":")
-    if kind not in SOURCES or not text.strip():
-        raise HardwareError(
-            f"{where}: source must read KIND: TEXT with KIND one of {', '.join(SOURCES)}, got {source!r}"
-        )
-    return kind, " ".join(text.split())
-
-
 def _stack(name: str, body: Any, where: str) -> Stack:
-    if not isinstance(body, dict) or set(body) != set(STACK_NUMBERS):
-        raise HardwareError(f"{where}: stack {name} must give exactly {', '.join(STACK_NUMBERS)}")
-    found = {key: _quantity(body[key], unit, f"{where}: stacks.{name}.{key}") for key, unit in STACK_NUMBERS.items()}
+    if not isinstance(body, dict) or not set(STACK_NUMBERS) <= set(body) <= set(STACK_NUMBERS) | set(LOOP_NUMBERS):
+        raise HardwareError(
+            f"{where}: stack {name} must give exactly {', '.join(STACK_NUMBERS)} (and {', '.join(LOOP_NUMBERS)}, "
+            f"where they were measured)"
+        )
+    units = {**STACK_NUMBERS, **LOOP_NUMBERS}
+    found = {key: quantity(body[key], units[key], f"{where}: stacks.{name}.{key}") for key in units if key in body}
     return Stack(name, **{key: q.value for key, q in found.items()}, quantities=found)
-
-
-def _curve(body: Any, where: str) -> ReadCurve:
-    keys = {"unit", "source", "sizes_kib", "depths", "rows"}
-    if not isinstance(body, dict) or set(body) != keys or body["unit"] != "GB/s":
-        raise HardwareError(f"{where}: read_curve must give {', '.join(sorted(keys))}, in GB/s")
-    kind, text = _source(body["source"], f"{where}: read_curve")
-    sizes, depths = (_numbers(body[key], f"{where}: read_curve.{key}") for key in ("sizes_kib", "depths"))
-    if not isinstance(body["rows"], list):
-        raise HardwareError(f"{where}: read_curve.rows must be a list of rows, got {body['rows']!r}")
-    rows = tuple(_numbers(row, f"{where}: read_curve.rows") for row in body["rows"])
-    for name, axis in (("sizes_kib", sizes), ("depths", depths)):
-        if not axis or axis[0] <= 0 or list(axis) != sorted(set(axis)):
-            raise HardwareError(f"{where}: read_curve.{name} must be positive and ascending")
-    if len(rows) != len(sizes) or any(len(row) != len(depths) or min(row) <= 0 for row in rows):
-        raise HardwareError(f"{where}: read_curve.rows must be {len(sizes)} rows of {len(depths)} positive numbers")
-    return ReadCurve(sizes, depths, rows, kind, text)

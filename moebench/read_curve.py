@@ -8,6 +8,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
+from typing import Any
+
+from moebench.spread import Spread
+
+Table = Spread[tuple[tuple[float, ...], ...]]
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,12 @@ class ReadCurve:
     rows: tuple[tuple[float, ...], ...]
     kind: str
     text: str
+    spread: Table | None = None
+    date: str = ""
+
+    def describe(self) -> str:
+        """Source, and how the points scattered, for people."""
+        return described(self)
 
     def gb_s(self, nbytes: float, depth: float) -> float:
         """Throughput in GB/s at a request size and a queue depth: log-log between points, clamped outside them.
@@ -26,14 +37,14 @@ class ReadCurve:
         Never falls with depth: a deeper queue can always be used as a shallower one. Ten digits, so that the last one
         of a machine's logarithm, which differs between processors, cannot reach a replay.
         """
-        low, high, share = _bracket(self.sizes_kib, nbytes / 1024)
-        near, far, part = _bracket(self.depths, depth)
+        low, high, share = bracket(self.sizes_kib, nbytes / 1024)
+        near, far, part = bracket(self.depths, depth)
         best = [[max(row[: j + 1]) for j in (near, far)] for row in (self.rows[low], self.rows[high])]
         ends = [math.log(a) * (1 - part) + math.log(b) * part for a, b in best]
         return float(f"{math.exp(ends[0] * (1 - share) + ends[1] * share):.10g}")
 
 
-def _bracket(axis: tuple[float, ...], x: float) -> tuple[int, int, float]:
+def bracket(axis: tuple[float, ...], x: float) -> tuple[int, int, float]:
     """Indices around ``x`` and how far along, logarithmically, it lies between them."""
     if x <= axis[0]:
         return 0, 0, 0.0
@@ -41,3 +52,14 @@ def _bracket(axis: tuple[float, ...], x: float) -> tuple[int, int, float]:
         return len(axis) - 1, len(axis) - 1, 0.0
     high = bisect_right(axis, x)
     return high - 1, high, math.log(x / axis[high - 1]) / math.log(axis[high] / axis[high - 1])
+
+
+def described(curve: Any) -> str:
+    """The source of a curve, with the largest spread of its points and the day where it was measured."""
+    text = f"{curve.kind}: {curve.text}"
+    if curve.spread is not None:
+        tables = (curve.rows, curve.spread.low, curve.spread.high)
+        points = [point for rows in zip(*tables, strict=True) for point in zip(*rows, strict=True)]
+        widest = max((high - low) / value for value, low, high in points)
+        text += f", largest spread {widest:.0%} of the median, n {curve.spread.n}"
+    return text + (f", {curve.date}" if curve.date else "")

@@ -74,12 +74,12 @@ def _hardware(registry: Registry, name: str, verbose: bool) -> list[str]:
     lines = [profile.title]
     if verbose:
         lines += [f"reference model {profile.model}, engine {profile.engine}, stack {profile.stack}"]
-        lines += [f"{key} {q.value:g} {q.unit}  {q.kind}: {q.text}" for key, q in profile.quantities.items()]
-        lines += [f"read_curve  {profile.read_curve.kind}: {profile.read_curve.text}"]
+        lines += [f"{key} {q.describe()}" for key, q in profile.quantities.items()]
         for stack in profile.stacks.values():
-            for key, q in stack.quantities.items():
-                moved = f" (transferred from {q.machine})" if q.machine else ""
-                lines.append(f"{stack.name}.{key} {q.value:g} {q.unit}{moved}  {q.kind}: {q.text}")
+            lines += [f"{stack.name}.{key} {q.describe()}" for key, q in stack.quantities.items()]
+        for name, curve in {"read_curve": profile.read_curve, **profile.curves}.items():
+            lines.append(f"{name}  {curve.describe()}")
+        lines += [f"not measured: {name}: {why}" for name, why in profile.unmeasured.items()]
     return lines
 
 
