@@ -31,7 +31,7 @@ def main(count: int) -> None:
         arms[quant] = Loop(backend, RecordingExperts(packed, aligned_buffer(packed.slot_bytes)), 256)
     print(f"{'':16}" + "".join(f"{task:>9}" for task in (*local.TASKS, "mean")))
     for name, loop in arms.items():
-        answers = local.evaluate(loop, model.tokenizer, items)
+        answers = local.evaluate(loop, model.tokenizer, items, model.ends)
         shares = [100 * sum(a.right for a in answers if a.task == t) / count for t in local.TASKS]
         print(f"{name:16}" + "".join(f"{share:9.1f}" for share in (*shares, sum(shares) / len(shares))), flush=True)
 

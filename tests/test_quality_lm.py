@@ -48,7 +48,7 @@ def loop(model, backend):
 
 
 def lm(loop, model, batch=4, decoded=False, length=LENGTH):
-    return LoopLM(loop, model.tokenizer, length, VOCABULARY, batch, decoded)
+    return LoopLM(loop, model.tokenizer, model.ends, length, VOCABULARY, batch, decoded)
 
 
 def ask(*args):
@@ -172,7 +172,7 @@ def test_answers_are_those_of_the_loop_in_the_order_of_the_requests(loop, model)
     found = lm(loop, model, batch=4).generate_until(asked)
     for item, answer in list(zip(ITEMS, found, strict=True))[::4]:
         prompt = model.tokenizer(item["prompt"])["input_ids"]
-        out = loop.generate([prompt], 12, stop=model.tokenizer.eos_token_id)
+        out = loop.generate([prompt], 12, stop=model.ends)
         assert answer == model.tokenizer.decode(out.tokens[0], skip_special_tokens=True)
 
 

@@ -54,7 +54,9 @@ def offline(monkeypatch):
 
 
 def suite(tokenizer, name, length=LENGTH, **options):
-    return suites.open_suite(QualityConfig(name, **options), tokenizer, length, VOCABULARY)
+    return suites.open_suite(
+        QualityConfig(name, **options), tokenizer, frozenset([tokenizer.eos_token_id]), length, VOCABULARY
+    )
 
 
 def write(folder, name, items):

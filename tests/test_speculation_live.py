@@ -129,9 +129,9 @@ def test_stop_tokens_and_lengths_end_a_window_where_plain_decoding_ends(desks, p
     desk, expected, prompts = desks("qwen3_moe"), plain("qwen3_moe", count), PROMPTS[:count]
     for stop in {expected.tokens[0][5], expected.tokens[-1][8]}:
         for new_tokens in (1, 2, 9, TOKENS):
-            one = desk.answer(prompts, new_tokens, stop=stop)
+            one = desk.answer(prompts, new_tokens, stop=(stop,))
             system = Drafting(follow(expected.tokens, prompts, 6))
-            check_same(desk.answer(prompts, new_tokens, [system], stop=stop), one)
+            check_same(desk.answer(prompts, new_tokens, [system], stop=(stop,)), one)
             decoded = sum(step.emits for step in system.steps if step.phase)
             assert decoded == sum(map(len, one.tokens)) - count
 

@@ -251,7 +251,7 @@ def test_the_headers_of_a_draft_model_are_checked_before_a_library_reads_them(tm
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / SINGLE).write_bytes(b"\xff" * 40)
     with pytest.raises(StoreError, match="cut short"):
-        with_drafter(LiveModel(tmp_path, None, None, None), None, tmp_path)
+        with_drafter(LiveModel(tmp_path, None, None, None, frozenset()), None, tmp_path)
 
 
 def test_what_a_file_names_does_not_steer_the_terminal(tmp_path, capsys):

@@ -24,10 +24,10 @@ from moebench.backends.mlx_ops import MlxOps
 from moebench.backends.mlx_probe import kernels, require_row_invariance
 from moebench.backends.mlx_state import Memory, wrap
 from moebench.step import ABSENT, PREFILL, Routing, Step
+from moebench.store.layout import INTERLEAVED
 from moebench.store.pack import file_hash
 
 NUMERICS = ("row_invariant", "fast")
-INTERLEAVED = ("gpt_oss",)  # families whose rows of gate and up alternate
 BIASES = ("e_score_correction_bias", "expert_bias")
 KEPT_BYTES = 256 << 20  # freed memory that mlx may keep for itself
 

@@ -16,13 +16,12 @@ import numpy as np
 from moebench.checkpoint.files import Checkpoint
 from moebench.checkpoint.mlx_quant import FLOATS, Format, MlxTensors
 from moebench.store.engines import StoreError
-from moebench.store.layout import CODE_BITS, LogicalTensor, QuantSpec
+from moebench.store.layout import CODE_BITS, INTERLEAVED, LogicalTensor, QuantSpec
 
 # Modules that mlx-lm's models call their stacked experts (SwitchGLU).
 STACK = re.compile(r"(.*\.(?:switch_mlp|experts|switch_glu))\.(gate_proj|up_proj|down_proj)\.(\w+)")
 PARTS = ("weight", "scales", "biases", "bias", "global_scale")
 MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-INTERLEAVED = ("gpt_oss",)  # model types whose fused matrix has rows gate, up, gate, up ... in transformers
 
 
 def stacks(tensors: Mapping[str, object]) -> list[str]:

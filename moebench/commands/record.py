@@ -161,7 +161,7 @@ def record(options: RecordOptions, spec: SystemSpec | None, knobs: Any, tick: Ca
     experts = RecordingExperts(live.pack, backend.buffer(live.pack.slot_bytes), system)
     loop = Loop(backend, experts)  # type: ignore[arg-type]
     for experts.request, prompt in enumerate(prompts):
-        loop.generate([live.tokenizer(prompt)["input_ids"]], options.new_tokens, stop=live.tokenizer.eos_token_id)
+        loop.generate([live.tokenizer(prompt)["input_ids"]], options.new_tokens, stop=live.ends)
         tick()
     source = f"moebench trace record, {options.requests} prompts of {options.prompts or 'the shipped set'}"
     shape = {"model": name, "experts": live.pack.experts, "source": source, "seed": options.seed}

@@ -5,7 +5,7 @@ Both run steps through ``Experts``; nothing else repeats the order begin, layers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -22,7 +22,7 @@ from moebench.trace.drafts import Recorded, Surrogate, draft_source
 from moebench.trace.format import Trace
 
 Sampler = Callable[[np.ndarray], np.ndarray]
-Stop = int | Callable[[Sequence[int]], bool] | None
+Stop = Collection[int] | Callable[[Sequence[int]], bool]
 
 
 def greedy(logits: np.ndarray) -> np.ndarray:
@@ -42,7 +42,7 @@ def seeded_sampler(seed: int, temperature: float = 1.0) -> Sampler:
 
 def ended(tokens: Sequence[int], stop: Stop) -> bool:
     """Whether the ids that a sequence emitted so far are its end."""
-    return stop(tokens) if callable(stop) else tokens[-1] == stop
+    return stop(tokens) if callable(stop) else tokens[-1] in stop
 
 
 @dataclass
@@ -89,13 +89,13 @@ class Loop:
         self,
         prompts: Sequence[Sequence[int]],
         new_tokens: int,
-        stop: Stop = None,
+        stop: Stop = (),
         sampler: Sampler = greedy,
         forced: Sequence[Sequence[int]] | None = None,
         keep_logits: bool = False,
     ) -> Generation:
-        """Answer a batch of prompts with up to ``new_tokens`` tokens each, ending a sequence at token ``stop``, or
-        where ``stop`` says of the ids emitted so far that they are an end.
+        """Answer a batch of prompts with up to ``new_tokens`` tokens each, ending a sequence at a token in ``stop``,
+        or where ``stop`` says of the ids emitted so far that they are an end.
 
         ``forced`` feeds given continuations instead of the sampled ones, so that arms see one token sequence. A system
         that drafts decodes in rounds, to the same tokens.

@@ -26,16 +26,20 @@ from moebench.store.engines import StoreError
 from moebench.store.layout import ByteLayout
 from moebench.store.lock import alone
 from moebench.store.pack import MANIFEST, Pack, file_hash
+from moebench.store.partial import forget_journal
 
 
 @dataclass(frozen=True)
 class LiveModel:
-    """A model folder with its pack: everything but loaded tensors. ``drafter`` is a model that drafts for it."""
+    """A model folder with its pack: everything but loaded tensors. ``ends`` are the tokens that end an answer;
+    ``drafter`` is a model that drafts for it.
+    """
 
     folder: Path
     pack: Pack
     geometry: Geometry
     tokenizer: Any
+    ends: frozenset[int]
     drafter: Any = None
 
     @property
@@ -61,10 +65,11 @@ def load_live(
     from moebench.backends.torch_geometry import geometry_of
 
     tokenizer = load_tokenizer(folder)
+    ends = end_tokens(folder, tokenizer)
     geometry = geometry_of(_config(folder), name)  # what cannot run is refused before it is packed
     require_model(backend, folder)
     pack = ensure_pack(folder, name, quant, layout, order, codec, BYTE_LAYOUTS[backend])
-    return LiveModel(folder, pack, as_packed(geometry, pack), tokenizer)
+    return LiveModel(folder, pack, as_packed(geometry, pack), tokenizer, ends)
 
 
 def as_packed(geometry: Geometry, pack: Pack) -> Geometry:
@@ -116,6 +121,19 @@ def load_tokenizer(folder: Path) -> Any:
     except Exception as error:  # transformers raises whatever a damaged file leads it to
         raise MoebenchError(f"cannot load the tokenizer at {folder}: {' '.join(str(error).split())[:200]}") from None
     return tokenizer
+
+
+def end_tokens(folder: Path, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end an answer: the tokenizer's own, and those of the folder's ``generation_config.json``."""
+    file, own = folder / "generation_config.json", tokenizer.eos_token_id
+    try:
+        said = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    except (ValueError, AttributeError) as error:
+        raise MoebenchError(f"{file} is no JSON object: {error}") from None
+    more = said if isinstance(said, list) else [] if said is None else [said]
+    if not all(type(token) is int for token in more):
+        raise MoebenchError(f"{file}: eos_token_id must be a token id or a list of them, got {said!r}")
+    return frozenset([*more, *([] if own is None else [own])])
 
 
 def _require_inside(folder: Path) -> None:
@@ -213,7 +231,9 @@ def ensure_pack(
 def open_kept(path: Path) -> Pack:
     """Open a pack that an earlier run left under ``$MOEBENCH_HOME/packs``; a damaged one is said to be in the way."""
     try:
-        return Pack.open(path)
+        pack = Pack.open(path)
+        forget_journal(path)
+        return pack
     except StoreError as error:
         raise MoebenchError(f"{error}; remove {path} and run again to have it made anew") from None
 

@@ -90,7 +90,7 @@ def _replay(cell: Cell, registry: Registry, progress: Progress) -> Row:
         pack = random_pack(geometry, config.layout, config.codec, progress)
     context = int(trace.position.max()) + 1
     prompts = np.unique(trace.sequence[trace.phase == PREFILL], return_counts=True)[1]
-    longest = 0 if pack else int(prompts.max(initial=1))
+    longest = int(prompts.max(initial=1)) if cell.computes else 0
     future = demands(trace, config) if cell.spec.foresees(config.knobs) else None
     target = Target(geometry.name, geometry, trace=trace, trees=not geometry.fixed_state_bytes, asked=_asked(config))
     equipment = cell.spec.equip(config.knobs, target)
@@ -99,9 +99,10 @@ def _replay(cell: Cell, registry: Registry, progress: Progress) -> Row:
     for _ in range(repeats):
         cache_state = environment.page_cache_state(cell, pack)
         session = open_session(
-            cell, geometry, registry, pack=pack, dense_bytes=0 if pack else geometry.dense_bytes, future=future,
-            kv_bytes=(lambda: 0) if pack else None, warmup_tokens=config.warmup_tokens, batch=config.workload.batch,
-            context=0 if pack else context, longest_prompt=longest, equipment=equipment,
+            cell, geometry, registry, pack=pack, dense_bytes=geometry.dense_bytes if cell.computes else 0,
+            future=future, kv_bytes=None if cell.computes else (lambda: 0), warmup_tokens=config.warmup_tokens,
+            batch=config.workload.batch, context=context if cell.computes else 0, longest_prompt=longest,
+            equipment=equipment,
         )  # fmt: skip
         try:
             progress(f"{cell.spec.id} on {cell.profile.id}: {len(trace.sequence)} tokens of {geometry.name}")
@@ -132,7 +133,7 @@ def _replay(cell: Cell, registry: Registry, progress: Progress) -> Row:
     if config.codec != "none" and pack is None:
         ratio = coded_bytes(geometry) / geometry.expert_bytes
         assumptions.append(f"assumed: experts coded to {ratio:.3f} of their bytes, as Gaussian weights are")
-    if cell.clock == "wall":
+    if not cell.computes:
         assumptions.append("input/output only: experts are read, nothing computes, no dense weights are held")
     return run_row(cell, runs, workload, metrics, cache_state, assumptions, equipment)
 
@@ -160,7 +161,7 @@ def _live(cell: Cell, registry: Registry, progress: Progress) -> Row:
     packed = (config.quant, config.layout, config.order, config.codec)
     model = load_live(cell.folder, cell.model, *packed, config.backend)
     suite = suite_for(config, model)
-    backend = open_backend(config.backend, model, config.numerics)
+    backend = open_backend(config.backend, model, config.numerics, cell.threads)
     prompts = _prompts(cell)
     ids = [model.tokenizer(p)["input_ids"] for p in prompts]
     if not all(ids):
@@ -168,7 +169,7 @@ def _live(cell: Cell, registry: Registry, progress: Progress) -> Row:
     batches = [ids[i : i + config.workload.batch] for i in range(0, len(ids), config.workload.batch)]
     equipment = _equip(cell, model, backend)
     model = with_drafter(model, backend, equipment.draft)
-    stop = model.tokenizer.eos_token_id
+    stop = model.ends
     context = max(map(len, ids)) + config.workload.new_tokens
 
     def decode(session: Session) -> None:

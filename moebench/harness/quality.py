@@ -42,7 +42,7 @@ class Asked:
 
 def suite_for(config: RunConfig, model: LiveModel) -> Suite | None:
     """The suite of a run on this model, None for none; what it cannot ask is one line before anything runs."""
-    return open_suite(config.quality, model.tokenizer, model.positions, model.geometry.vocabulary)
+    return open_suite(config.quality, model.tokenizer, model.ends, model.positions, model.geometry.vocabulary)
 
 
 def unasked(reason: str) -> dict[str, Metric]:

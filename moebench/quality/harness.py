@@ -28,9 +28,12 @@ PREDICTED = 128  # last tokens of a prompt that serve as held-out text where a t
 class HarnessSuite:
     """Tasks of lm-eval under one model and another, with the same documents and prompts for both."""
 
-    def __init__(self, config: QualityConfig, tokenizer: Any, max_length: int, vocabulary: int) -> None:
+    def __init__(
+        self, config: QualityConfig, tokenizer: Any, ends: frozenset[int], max_length: int, vocabulary: int
+    ) -> None:
         self.name, self.harness = config.suite, f"lm-eval {metadata.version('lm_eval')}"
-        self.tokenizer, self.max_length, self.vocabulary, self.batch = tokenizer, max_length, vocabulary, config.batch
+        self.tokenizer, self.ends, self.max_length = tokenizer, ends, max_length
+        self.vocabulary, self.batch = vocabulary, config.batch
         self.limit, self.unsafe = config.limit or None, config.unsafe_code
         with quiet():
             self.tasks, self.filters = catalog.load(config)
@@ -43,13 +46,13 @@ class HarnessSuite:
         lengths += [self._length(*args) for asked in requests.values() for args in asked]
         self.longest = min(max_length, max(lengths))
         settings = {name: task.config.to_dict() for name, task in self.tasks.items()}
-        self.key = digest(self.harness, settings, requests, self.pairs, max_length, self.batch)
+        self.key = digest(self.harness, settings, requests, self.pairs, max_length, self.batch, sorted(ends))
 
     def run(self, loop: Any, decoded: bool) -> dict[str, TaskScores]:
         """Ask and score all tasks."""
         from lm_eval.evaluator import evaluate
 
-        model = LoopLM(loop, self.tokenizer, self.max_length, self.vocabulary, self.batch, decoded)
+        model = LoopLM(loop, self.tokenizer, self.ends, self.max_length, self.vocabulary, self.batch, decoded)
         with quiet():
             found = evaluate(
                 lm=model, task_dict={"tasks": self.tasks}, limit=self.limit, bootstrap_iters=0,

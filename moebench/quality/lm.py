@@ -28,9 +28,18 @@ class LoopLM(TemplateLM):
     them; else the whole text runs in passes, as a prompt does.
     """
 
-    def __init__(self, loop: Loop, tokenizer: Any, max_length: int, vocabulary: int, batch: int, decoded: bool) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        tokenizer: Any,
+        ends: frozenset[int],
+        max_length: int,
+        vocabulary: int,
+        batch: int,
+        decoded: bool,
+    ) -> None:
         super().__init__()
-        self.loop, self.tokenizer, self.max_length = loop, tokenizer, max_length
+        self.loop, self.tokenizer, self.ends, self.max_length = loop, tokenizer, ends, max_length
         self.vocabulary, self.batch, self.decoded = vocabulary, batch, decoded
 
     @property
@@ -140,7 +149,7 @@ class LoopLM(TemplateLM):
         reach = TAIL + max(map(len, until), default=0)
 
         def ends(tokens: Sequence[int]) -> bool:
-            if tokens[-1] == self.eot_token_id:
+            if tokens[-1] in self.ends:
                 return True
             tail = self.tokenizer.decode(tokens[-reach:]) if until else ""
             return any(text in tail for text in until)
@@ -149,6 +158,6 @@ class LoopLM(TemplateLM):
 
     def _text(self, tokens: Sequence[int], until: tuple[str, ...]) -> str:
         """An answer without what ended it."""
-        ids = list(tokens[:-1]) if tokens and tokens[-1] == self.eot_token_id else list(tokens)
+        ids = list(tokens[:-1]) if tokens and tokens[-1] in self.ends else list(tokens)
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         return min((text.split(stop)[0] for stop in until if stop), key=len, default=text)

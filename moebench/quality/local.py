@@ -55,12 +55,14 @@ def answer_of(text: str) -> str:
     return rest.split("\n")[0].strip() if found else ""
 
 
-def evaluate(loop: Loop, tokenizer: Any, items: Sequence[dict[str, Any]], batch: int = 20) -> list[Answer]:
-    """Answer all items, in batches of similar length; the order of ``items`` is kept."""
+def evaluate(
+    loop: Loop, tokenizer: Any, items: Sequence[dict[str, Any]], ends: frozenset[int], batch: int = 20
+) -> list[Answer]:
+    """Answer all items, each up to a token in ``ends``, in batches of similar length; their order is kept."""
     ids = [tokenizer(item["prompt"])["input_ids"] for item in items]
     answers: dict[int, Answer] = {}
     for group in batches([len(prompt) + NEW_TOKENS for prompt in ids], batch):
-        out = loop.generate([ids[i] for i in group], NEW_TOKENS, stop=tokenizer.eos_token_id)
+        out = loop.generate([ids[i] for i in group], NEW_TOKENS, stop=ends)
         for i, tokens in zip(group, out.tokens, strict=True):
             text = tokenizer.decode(tokens, skip_special_tokens=True)
             answers[i] = Answer(items[i]["task"], tuple(tokens), answer_of(text) == items[i]["answer"])
@@ -72,8 +74,8 @@ class LocalSuite:
 
     name, harness = "quick", "moebench"
 
-    def __init__(self, config: QualityConfig, tokenizer: Any, vocabulary: int) -> None:
-        self.tokenizer, self.vocabulary, self.batch = tokenizer, vocabulary, config.batch
+    def __init__(self, config: QualityConfig, tokenizer: Any, ends: frozenset[int], vocabulary: int) -> None:
+        self.tokenizer, self.ends, self.vocabulary, self.batch = tokenizer, ends, vocabulary, config.batch
         self.items = load_items("quick", config.limit)
         own = [parity.Text(item["prompt"], item["completion"]) for item in first(self.items, TEXTS)]
         self.pairs = parity.held_out(config.text, parity.encode(tokenizer, own), tokenizer)
@@ -83,7 +85,7 @@ class LocalSuite:
 
     def run(self, loop: Loop, decoded: bool) -> dict[str, TaskScores]:
         """All items by task; every answer is written, so it is decoded either way."""
-        answers, found = evaluate(loop, self.tokenizer, self.items, self.batch), {}
+        answers, found = evaluate(loop, self.tokenizer, self.items, self.ends, self.batch), {}
         for task in TASKS:
             asked = [item["prompt"] for item in self.items if item["task"] == task]
             right = [answer.right for answer in answers if answer.task == task]

@@ -32,8 +32,11 @@ class Suite(Protocol):
         """Held-out text to predict."""
 
 
-def open_suite(config: QualityConfig, tokenizer: Any, max_length: int, vocabulary: int) -> Suite | None:
-    """The suite that ``config`` names, None for none. The model holds ``max_length`` tokens of ``vocabulary``.
+def open_suite(
+    config: QualityConfig, tokenizer: Any, ends: frozenset[int], max_length: int, vocabulary: int
+) -> Suite | None:
+    """The suite that ``config`` names, None for none. The model holds ``max_length`` tokens of ``vocabulary``;
+    those in ``ends`` end an answer.
 
     Raises one line for a task that does not exist, for data that cannot be reached, and where lm-eval is missing.
     """
@@ -42,11 +45,11 @@ def open_suite(config: QualityConfig, tokenizer: Any, max_length: int, vocabular
     if config.suite == "quick":
         from moebench.quality.local import LocalSuite
 
-        return LocalSuite(config, tokenizer, vocabulary)
+        return LocalSuite(config, tokenizer, ends, vocabulary)
     if importlib.util.find_spec(LIBRARY) is None:
         raise UsageError(
             f"quality={config.suite} runs on lm-eval: pip install 'moebench[quality]' (quick needs nothing)"
         )
     from moebench.quality.harness import HarnessSuite
 
-    return HarnessSuite(config, tokenizer, max_length, vocabulary)
+    return HarnessSuite(config, tokenizer, ends, max_length, vocabulary)

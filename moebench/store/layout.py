@@ -20,6 +20,7 @@ from moebench.errors import MoebenchError
 # Bits of the codes that a quantised tensor's ``values`` hold, by kind; int8 holds signed numbers instead of codes.
 CODE_BITS = {"int4": 4, **{f"affine{bits}": bits for bits in (2, 3, 5, 6, 8)}, "mxfp4": 4, "mxfp8": 8, "nvfp4": 4}
 KINDS = ("none", "int8", *CODE_BITS)
+INTERLEAVED = ("gpt_oss",)  # model types whose gate_up_proj has rows gate, up, gate, up ... as transformers orders them
 
 
 @dataclass(frozen=True)
