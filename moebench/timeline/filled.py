@@ -11,8 +11,9 @@ from moebench.residency.places import Places
 from moebench.store.engines import ReadEngine, StoreError
 from moebench.timeline.base import Ticket
 from moebench.timeline.costs import Costs
+from moebench.timeline.moves import HostMoves
 from moebench.timeline.virtual import VirtualTimeline
-from moebench.timeline.wall import Moves, submit
+from moebench.timeline.wall import submit
 
 
 class FilledTimeline(VirtualTimeline):
@@ -22,14 +23,14 @@ class FilledTimeline(VirtualTimeline):
         self, costs: Costs, engine: ReadEngine, buffer: Callable[[str, int], np.ndarray], places: Places | None = None
     ) -> None:
         super().__init__(costs, places)
-        self.engine, self.buffer, self._moves = engine, buffer, Moves(engine, buffer)
+        self.engine, self.buffer, self._moves = engine, buffer, HostMoves(engine, buffer)
         self._real: dict[Ticket, Callable[[], object]] = {}
 
     def read(
         self, keys: Sequence[int], slots: Sequence[int], tier: str, priority: int, together: Sequence[int] = ()
     ) -> list[Ticket]:
         """Start modeled and real reads."""
-        self._moves.landing(keys)
+        self._moves.landing(keys, tier, slots)
         tickets = super().read(keys, slots, tier, priority, together)
         # One by one: of places that only changed in the model the pack knows nothing.
         for ticket, future in zip(tickets, submit(self.engine, self.buffer, tickets, tier, ()), strict=True):

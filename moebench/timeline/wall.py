@@ -13,6 +13,7 @@ import numpy as np
 
 from moebench.store.engines import ReadEngine
 from moebench.timeline.base import COPY, DECODE, DEMAND, LINK, PARTS, STALL, STORAGE, WAIT, WAITS, Ticket, Timeline
+from moebench.timeline.moves import HostMoves, Moves
 
 COPIERS = 2  # threads that copy between slots, and decode on the way
 
@@ -34,43 +35,17 @@ def submit(
     return futures
 
 
-class Moves:
-    """Copies between slots. What an engine that does not decode read into the host lies there as it is stored until it
-    is decoded on its way up; what came down from the device lies there decoded.
-    """
-
-    def __init__(self, engine: ReadEngine, buffer: Callable[[str, int], np.ndarray]) -> None:
-        self._engine, self._buffer = engine, buffer
-        self._stored: set[int] = set()
-
-    def landing(self, keys: Sequence[int]) -> None:
-        """Reads into slots start."""
-        if self._engine.coded:
-            self._stored.update(keys)
-
-    def move(self, key: int, source: tuple[str, int], target: tuple[str, int]) -> tuple[Callable[[], None], bool]:
-        """What moves one expert, called when its bytes are there, and whether it decodes it."""
-        up = target[0] == "device"
-        coded = up and key in self._stored
-        if not up:
-            self._stored.discard(key)
-
-        def moved() -> None:
-            if coded:
-                self._engine.pack.decode(key, self._buffer(*source), self._buffer(*target))
-            else:
-                np.copyto(self._buffer(*target), self._buffer(*source))
-
-        return moved, coded
-
-
 class WallTimeline(Timeline):
-    """Drives ``engine`` and copy threads. ``buffer(tier, slot)`` gives the bytes of a slot."""
+    """Drives ``engine`` and copy threads. ``buffer(tier, slot)`` gives the bytes of a slot, ``moves`` says how experts
+    get from one tier to another (by default all tiers are the host's).
+    """
 
     clock = "wall"
 
-    def __init__(self, engine: ReadEngine, buffer: Callable[[str, int], np.ndarray]) -> None:
-        self.engine, self.buffer, self._moves = engine, buffer, Moves(engine, buffer)
+    def __init__(
+        self, engine: ReadEngine, buffer: Callable[[str, int], np.ndarray], moves: Moves | None = None
+    ) -> None:
+        self.engine, self.buffer, self._moves = engine, buffer, moves or HostMoves(engine, buffer)
         self._origin = time.perf_counter()
         self.spent = [0.0] * len(PARTS)
         self._copier: ThreadPoolExecutor | None = None
@@ -93,7 +68,7 @@ class WallTimeline(Timeline):
         self, keys: Sequence[int], slots: Sequence[int], tier: str, priority: int, together: Sequence[int] = ()
     ) -> list[Ticket]:
         """Submit one read per expert, or one per run, in order."""
-        self._moves.landing(keys)
+        self._moves.landing(keys, tier, slots)
         now, pack, at = self.now(), self.engine.pack, 0
         tickets = [Ticket(k, pack.read_bytes(k), slot, priority, now) for k, slot in zip(keys, slots, strict=True)]
         for count in together:
@@ -115,7 +90,7 @@ class WallTimeline(Timeline):
         ticket.handle.add_done_callback(lambda _: log.append((lane, what, ticket.key, ticket.issued_s, self.now())))
 
     def copy(self, key: int, source: tuple[str, int], target: tuple[str, int], after: Ticket | None) -> Ticket:
-        """Copy the expert's bytes in a copy thread as soon as ``after`` has landed, whatever else is under way."""
+        """Have a copy thread move the expert as soon as ``after`` has landed, whatever else is under way."""
         copier = self._copier = self._copier or ThreadPoolExecutor(COPIERS, thread_name_prefix="moebench-copy")
         ticket = Ticket(key, self.engine.pack.expert_bytes, target[1], DEMAND, self.now())
         done: Future[None] = Future()
@@ -209,7 +184,8 @@ class WallTimeline(Timeline):
         """Real synchronisation takes its own time."""
 
     def close(self) -> None:
-        """Stop the engine, then the copy threads, which it may still hand something."""
+        """Stop the engine, then the copy threads, which it may still hand something, then what they moved between."""
         self.engine.close()
         if self._copier is not None:
             self._copier.shutdown(wait=True)
+        self._moves.close()
