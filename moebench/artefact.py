@@ -10,9 +10,7 @@ import hashlib
 import json
 import os
 import platform
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata, resources
 from pathlib import Path
@@ -23,6 +21,7 @@ import xxhash
 
 from moebench.errors import UsageError
 from moebench.plugins import home
+from moebench.scratch import beside, own_folder
 from moebench.version import __version__
 
 HEADER = "moebench"
@@ -36,8 +35,7 @@ def write(folder: Path, files: Mapping[str, tuple[Mapping[str, Any], Tensors]]) 
     from safetensors.numpy import save
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-    try:
+    with own_folder(beside(folder)) as scratch:
         (new := scratch / "new").mkdir()
         for name, (header, tensors) in files.items():
             said = {**header, "schema": SCHEMA, "digest": digest(tensors)}
@@ -49,8 +47,6 @@ def write(folder: Path, files: Mapping[str, tuple[Mapping[str, Any], Tensors]]) 
         if folder.exists():
             folder.rename(scratch / "old")
         new.rename(folder)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     return folder
 
 

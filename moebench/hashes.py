@@ -7,7 +7,6 @@ second change within one tick of the file system's clock would not show.
 from __future__ import annotations
 
 import json
-import os
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import xxhash
 
 from moebench.plugins import home
+from moebench.scratch import whole_file
 from moebench.store.pack import file_hash
 
 LARGE = 64 << 20  # bytes from which a hash is worth keeping
@@ -37,9 +37,8 @@ def kept_file_hash(path: Path) -> str:
     digest, after = file_hash(path), path.stat()
     unchanged = (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
     if unchanged and time.time() - after.st_mtime > SETTLED_S:
-        scratch = kept.with_name(f"{kept.name}.{os.getpid()}")
         with suppress(OSError):  # a home that is full or read-only: the hash is there all the same
             kept.parent.mkdir(parents=True, exist_ok=True)
-            scratch.write_text(json.dumps({"file": facts, "hash": digest}))
-            scratch.replace(kept)
+            with whole_file(kept) as file:
+                file.write(json.dumps({"file": facts, "hash": digest}).encode())
     return digest

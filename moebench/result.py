@@ -12,13 +12,13 @@ import json
 import math
 import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from moebench.errors import MoebenchError
+from moebench.scratch import own_file
 
 # Bump when a field is removed, renamed or changes meaning; a new optional field or a new metric does not bump it.
 SCHEMA = 1
@@ -210,23 +210,18 @@ def write(row: Row, folder: str | Path) -> Path:
     """
     target = Path(folder) / row.folder
     target.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=target, prefix=".", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(to_json(row))
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).chmod(0o644)
+    with own_file(target / ".new") as file:
+        file.write(to_json(row).encode())
+        file.flush()
+        os.fsync(file.fileno())
         count = 0
         while True:
             path = target / f"{row.id}-{count}.json"
             try:
-                os.link(name, path)  # fails where the name is taken, even by a process that runs beside this one
+                os.link(target / ".new", path)  # fails where the name is taken
                 return path
             except FileExistsError:
                 count += 1
-    finally:
-        os.unlink(name)
 
 
 def load(path: str | Path) -> Row:

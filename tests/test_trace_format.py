@@ -146,7 +146,7 @@ def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
     def broken(*_):
         raise OSError("no")
 
-    monkeypatch.setattr(trace_format.os, "fsync", broken)
+    monkeypatch.setattr("moebench.scratch.os.fsync", broken)
     with pytest.raises(OSError, match="no"):
         make(seed=2).save(path)
     assert load(path).hash == before

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +21,7 @@ from moebench.checkpoint.random_bits import GROUP, STRETCH, RandomBits
 from moebench.checkpoint.random_plan import Plan, Planned
 from moebench.checkpoint.random_router import by_rank, chosen_by_token, router_rows, shares
 from moebench.errors import MoebenchError, UsageError
+from moebench.scratch import beside, own_folder
 from moebench.store.quant import to_bf16
 from moebench.units import GIB
 
@@ -52,21 +52,19 @@ def write_random(
         raise UsageError(
             f"the model takes {need}, {folder.parent} has {free / GIB:.1f} GiB free; gib=X makes it smaller"
         )
-    whole = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        names = _write_shards(whole, plan, law, seed, progress, {"format": "mlx" if "quantization" in config else "pt"})
-        _write_tokenizer(whole)
-        share = shares(plan.experts, plan.top_k, law)
-        ranked = [by_rank(plan.experts, seed, layer).tolist() for layer in range(plan.layers)]
-        known = {**origin, "share_by_rank": [round(float(p), 6) for p in share], "experts_by_rank": ranked}
-        (whole / ORIGIN).write_text(json.dumps(known) + "\n")
-        (whole / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        whole.chmod(0o755)
-        os.rename(whole, folder)
+        with own_folder(beside(folder)) as whole:
+            form = {"format": "mlx" if "quantization" in config else "pt"}
+            names = _write_shards(whole, plan, law, seed, progress, form)
+            _write_tokenizer(whole)
+            share = shares(plan.experts, plan.top_k, law)
+            ranked = [by_rank(plan.experts, seed, layer).tolist() for layer in range(plan.layers)]
+            known = {**origin, "share_by_rank": [round(float(p), 6) for p in share], "experts_by_rank": ranked}
+            (whole / ORIGIN).write_text(json.dumps(known) + "\n")
+            (whole / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            os.rename(whole, folder)
     except OSError as error:
         raise MoebenchError(f"{folder} cannot be written: {error.strerror}; what was written is removed") from None
-    finally:
-        shutil.rmtree(whole, ignore_errors=True)
     return names
 
 

@@ -9,8 +9,6 @@ import importlib.util
 import json
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -21,6 +19,7 @@ from moebench.commands.words import describe, parse
 from moebench.config import option
 from moebench.errors import UsageError
 from moebench.plugins import RESERVED, Registry, load_plugins
+from moebench.scratch import beside, own_folder
 
 FILES = ("pyproject.toml", "README.md", "moebench_mysystem/__init__.py", "tests/test_mysystem.py")
 USAGE = "usage: moebench new-system NAME [out=FOLDER]\n\n"
@@ -72,18 +71,15 @@ def write_package(name: str, folder: Path) -> Path:
         raise UsageError(f"{folder} exists already and is not an empty folder; nothing was written")
     writable_folder(folder.parent, f"out={folder}: folder")
     template, rename = Path(str(resources.files("moebench"))) / "system-template", _rename(name)
-    whole = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        for file in FILES:
-            target = whole / rename(file)
-            target.parent.mkdir(exist_ok=True)
-            target.write_text(rename((template / file).read_text()))
-        whole.chmod(0o777 & ~_umask())  # a temporary folder is its owner's alone
-        os.replace(whole, folder)
+        with own_folder(beside(folder)) as whole:
+            for file in FILES:
+                target = whole / rename(file)
+                target.parent.mkdir(exist_ok=True)
+                target.write_text(rename((template / file).read_text()))
+            os.replace(whole, folder)
     except OSError as error:
         raise UsageError(f"{folder} cannot be written: {error.strerror}") from None
-    finally:
-        shutil.rmtree(whole, ignore_errors=True)
     return folder
 
 
@@ -91,8 +87,3 @@ def _rename(name: str):  # type: ignore[no-untyped-def]
     """The template's words under another name: ``mysystem`` in files and code, ``MySystem`` as a title."""
     title = " ".join(part.capitalize() for part in name.split("_"))
     return lambda text: text.replace("mysystem", name).replace("MySystem", title)
-
-
-def _umask() -> int:
-    os.umask(mask := os.umask(0))
-    return mask

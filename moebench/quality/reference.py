@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from importlib import metadata, resources
 from pathlib import Path
@@ -24,6 +22,7 @@ from moebench.quality import native
 from moebench.quality.native import Native
 from moebench.quality.scores import digest
 from moebench.quality.suites import Suite
+from moebench.scratch import whole_file
 from moebench.store.lock import alone
 
 ANSWERING = ("backends", "engine", "quality")  # packages whose code decides what is answered
@@ -66,17 +65,9 @@ def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """The digest of what follows, then the arrays; the file appears whole or not at all."""
     body = io.BytesIO()
     np.savez(body, **arrays)  # type: ignore[arg-type]
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(xxhash.xxh3_128(body.getbuffer()).digest())
-            file.write(body.getbuffer())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with whole_file(path) as file:
+        file.write(xxhash.xxh3_128(body.getbuffer()).digest())
+        file.write(body.getbuffer())
 
 
 def _machine() -> list[str]:

@@ -115,7 +115,7 @@ class PartialPack:
         os.fsync(self._experts)
         _sync_directory(self.path)
         os.rename(self.path, self.target)
-        (self.target / JOURNAL).unlink()
+        forget_journal(self.target)
         _sync_directory(self.target.parent)
 
     @contextmanager
@@ -140,6 +140,12 @@ class PartialPack:
             f"{self.target}: not enough space, {needed} bytes ({human_bytes(needed)}) are needed and {free} are free; "
             f"make room and run the same command to resume, or remove {self.path}"
         )
+
+
+def forget_journal(pack: Path) -> None:
+    """Remove the journal of a pack that is complete: its writer may have been killed before it could."""
+    if (pack / JOURNAL).is_file():
+        (pack / JOURNAL).unlink(missing_ok=True)
 
 
 def _entry(line: bytes) -> dict[str, Any] | None:

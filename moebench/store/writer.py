@@ -34,7 +34,7 @@ from moebench.store.manifest import (
 )
 from moebench.store.pack import DENSE, MANIFEST, Pack, Progress, file_hash
 from moebench.store.pages import aligned_buffer
-from moebench.store.partial import PartialPack
+from moebench.store.partial import PartialPack, forget_journal
 from moebench.store.quant import expert_digest, logical_hash, quantize
 from moebench.store.random_parts import LAW, RandomParts
 from moebench.units import align_up
@@ -211,6 +211,7 @@ def _existing(out: Path, request: dict[str, Any]) -> Pack | None:
         raise StoreError(f"{error}; the pack is damaged, remove {out} and pack again") from None
     if found := differences(request, pack.manifest.request):
         raise StoreError(f"{out} exists with another {found}; remove it or choose another out=")
+    forget_journal(out)
     return pack
 
 

@@ -7,8 +7,6 @@ arrays and the number of experts, not the metadata and not the file's encoding: 
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +17,7 @@ import numpy as np
 import xxhash
 
 from moebench.errors import UsageError
+from moebench.scratch import whole_file
 from moebench.step import ABSENT, DECODE, PREFILL
 
 SCHEMA = 1  # raised when an older reader would misread a newer file
@@ -180,17 +179,8 @@ class Trace:
         path = Path(path)
         header = {"schema": SCHEMA, "hash": self.hash, "metadata": self.metadata}
         payload = save(self._arrays(), metadata={HEADER: json.dumps(header, sort_keys=True)})
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(payload)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        with whole_file(path) as file:
+            file.write(payload)
         return path
 
 

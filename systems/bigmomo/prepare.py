@@ -96,7 +96,7 @@ def fit(options: PrepareOptions, folder: Path, name: str, out: Path, progress: P
     right = np.zeros((options.branching, options.depth), np.int64)
     for done, prompt in enumerate(prompts, start=1):
         ids = live.tokenizer(prompt)["input_ids"]
-        answer = loop.generate([ids], options.new_tokens, stop=live.tokenizer.eos_token_id).tokens[0]
+        answer = loop.generate([ids], options.new_tokens, stop=live.ends).tokens[0]
         more, held = count(propose, ids, answer, options.depth, options.branching)
         places, right = places + more, right + held
         progress("drafting along answers", done, len(prompts))

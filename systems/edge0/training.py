@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from moebench.errors import UsageError
+from moebench.scratch import whole_file
 from moebench.systems.edge0.data import Example, Examples
 from moebench.systems.edge0.student import Student
 
@@ -242,8 +243,8 @@ class Training:
             "seconds": self.seconds,
             "losses": self.losses,
         }
-        torch.save(held, self.state.with_suffix(".tmp"))
-        self.state.with_suffix(".tmp").replace(self.state)
+        with whole_file(self.state) as file:
+            torch.save(held, file)
 
 
 def read_state(file: Path) -> dict[str, Any]:
