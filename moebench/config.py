@@ -103,11 +103,17 @@ class RunConfig:
     stack: str = option("auto", "software stack whose constants the modeled clock uses; auto takes the profile's own")
     backend: Literal["torch", "mlx"] = option("torch", "tensor library that computes; each has packs of its own bytes")
     engine: str = option("auto", "read engine; auto takes the system's own, else the profile's")
+    depth: int = option(
+        0, "experts that a measured run reads at a time, as 'moebench doctor io' finds it; 0 takes the engine's own"
+    )
+    threads: int = option(0, "processor threads that compute in a measured run; 0: all cores but one, for the reads")
     numerics: Literal["row_invariant", "fast"] = option(
         "row_invariant", "kernels whose rows do not depend on their neighbours"
     )
-    mode: Literal["auto", "measure", "model"] = option(
-        "auto", "clock: auto measures on a matching machine, models elsewhere"
+    mode: Literal["auto", "measure", "model", "model_io"] = option(
+        "auto",
+        "clock: auto measures on a matching machine, models elsewhere; model_io models what a measured replay does, "
+        "reads and the loop without compute",
     )
     scope: Literal["auto", "shared", "per_layer"] = option(
         "auto", "whether all layers share the cache slots; auto takes the system's own way"
@@ -125,7 +131,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         if isinstance(self.quality, str):
             object.__setattr__(self, "quality", QualityConfig(self.quality))
-        at_least("run", self, repeats=1, warmup_tokens=0, chunk=0, seed=0)
+        at_least("run", self, repeats=1, warmup_tokens=0, chunk=0, seed=0, depth=0, threads=0)
         parse_budget(self.budget, 1)
         if self.device_budget != "auto":
             parse_budget(self.device_budget, 1, "device_budget", "the budget")

@@ -49,6 +49,11 @@ def environment() -> dict[str, Any]:
     }
 
 
+def cores() -> int:
+    """Processors that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _commit() -> str | None:
     """The git commit of the source tree that this package runs from, with ``+`` when files differ from it."""
     root = Path(__file__).resolve().parent.parent

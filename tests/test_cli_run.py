@@ -179,6 +179,8 @@ def test_every_option_reaches_the_run(ran):
         "warmup_tokens": 2,
         "chunk": 8,
         "seed": 5,
+        "depth": 4,
+        "threads": 3,
     }
     given |= {"model": "./some/folder", "out": "there", "debug": True, "hw": "m2_16gb"}
     words = [f"{key}={str(value).lower() if value is True else value}" for key, value in given.items()]

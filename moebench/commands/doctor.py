@@ -51,7 +51,14 @@ class Finding:
 
 
 def main(words: Sequence[str]) -> int:
-    """Print every finding, then one JSON document; always 0: a missing capability is no failure."""
+    """Print every finding, then one JSON document; always 0: a missing capability is no failure.
+
+    ``doctor io`` is another question.
+    """
+    if words and words[0] == "io":
+        from moebench.commands import doctor_io
+
+        return doctor_io.main(words[1:])
     options = parse(words, DoctorOptions, "doctor")
     if options is None:
         return 0

@@ -43,8 +43,8 @@ def _for_mlx(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
     return {**config, **own}
 
 
-def open_backend(name: str, model: LiveModel, numerics: str = "row_invariant") -> Backend:
-    """The backend ``name`` over the pack and dense weights of ``model``."""
+def open_backend(name: str, model: LiveModel, numerics: str = "row_invariant", threads: int = 1) -> Backend:
+    """The backend ``name`` over the pack and dense weights of ``model``; torch computes with ``threads`` threads."""
     dense: Any = model.pack.dense_path
     if name == "mlx":
         from moebench.backends.mlx_model import MlxBackend
@@ -57,4 +57,4 @@ def open_backend(name: str, model: LiveModel, numerics: str = "row_invariant") -
     from moebench.backends.torch_model import TorchBackend
 
     attention = "eager" if numerics == "row_invariant" else "sdpa"
-    return TorchBackend(model.pack, dense, model.config, attention=attention, numerics=numerics)
+    return TorchBackend(model.pack, dense, model.config, attention=attention, numerics=numerics, threads=threads)

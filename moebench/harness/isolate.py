@@ -27,12 +27,18 @@ from moebench.harness.isolate import answer
 answer()
 """
 
+# OpenMP's threads spin while they wait for work, and a read that wants their core then waits for them. The library
+# looks at this when it is loaded, so it must stand before torch is imported. What the user has set stays.
+WAITING = {"OMP_WAIT_POLICY": "PASSIVE"}
+
 
 class Worker:
     """A process of its own that does one task after another: ``send``, then ``receive``. Always ``kill`` it."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**WAITING, **os.environ}
+        )
         assert self._process.stdin is not None  # both are pipes
         assert self._process.stdout is not None
         self._to, self._from = self._process.stdin, self._process.stdout
@@ -110,6 +116,66 @@ def each(work: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], count: int)
     finally:
         for worker in (*busy, *idle):
             worker.kill()
+
+
+class Nursery:
+    """A process that has loaded what runs need, and gives each of them a child of its own to run in: as fresh as a new
+    process, without the seconds that libraries take. ``prepare`` loads, and must start no threads.
+    """
+
+    def __init__(self, prepare: Callable[..., Any], *arguments: Any) -> None:
+        self._worker = Worker()
+        try:
+            self._worker.send(prepare, *arguments)
+            if isinstance(result := self._worker.receive(), MoebenchError):
+                raise result
+        except BaseException:
+            self._worker.kill()
+            raise
+
+    def __enter__(self) -> Nursery:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._worker.kill()
+
+    def __call__(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """The result of ``work(*arguments)``, or the ``MoebenchError`` that came of it."""
+        self._worker.send(forked, work, arguments)
+        return self._worker.receive()
+
+
+def forked(work: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """``work(*arguments)`` in a child of this process, which ends with it."""
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            _end_with_parent()
+            try:
+                result = work(*arguments)
+            except MoebenchError as error:
+                result = error
+            with os.fdopen(write_end, "wb") as file:
+                pickle.dump(result, file)
+        finally:
+            os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as file:
+        content = file.read()
+    _, status = os.waitpid(child, 0)
+    if not content:
+        code = os.waitstatus_to_exitcode(status)
+        return MoebenchError(f"the process of this run ended before its result was there (status {code})")
+    return pickle.loads(content)
+
+
+def _end_with_parent() -> None:
+    """Linux kills this process when its parent ends; elsewhere a run goes on to its end."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
 
 
 def answer() -> None:

@@ -18,6 +18,7 @@ from moebench.geometry import EMBEDDED, Geometry, embedded_folder
 from moebench.hardware import HardwareProfile
 from moebench.harness.backend import require_backend
 from moebench.plugins import Registry
+from moebench.store.engines import DEPTH
 from moebench.systemspec import SystemSpec
 
 MODELED = ("direct", "uring", "pread", "mmap")  # engines whose time the virtual clock knows
@@ -45,6 +46,16 @@ class Cell:
     def live(self) -> bool:
         """Whether a real model computes."""
         return self.folder is not None
+
+    @property
+    def computes(self) -> bool:
+        """Whether compute is done or modeled; a replay on a measured clock only reads, and so does the model of one."""
+        return self.live or (self.clock == "virtual" and self.config.mode != "model_io")
+
+    @property
+    def threads(self) -> int:
+        """Processor threads that compute: one where time is modeled, so that cells can run side by side."""
+        return self.config.threads or (max(1, machine.cores() - 1) if self.clock == "wall" else 1)
 
     @property
     def model(self) -> str:
@@ -108,6 +119,15 @@ def plan(config: RunConfig, registry: Registry) -> list[Cell]:
         require_backend(config.backend)
         if not any(cell.live for cell in cells):
             raise UsageError(f"backend={config.backend} chooses what computes, and a replay computes nothing")
+    if config.mode == "model_io" and any(cell.live for cell in cells):
+        raise UsageError(
+            "mode=model_io models a measured replay, and this run computes; choose workload=trace, or model="
+        )
+    if config.depth and (clock == "virtual" or engine not in DEPTH):
+        where = "in a measured run" if clock == "virtual" else f"with engine={', '.join(DEPTH)}, not {engine}"
+        raise UsageError(f"depth= says how many experts are read at a time {where}")
+    if config.threads and (clock == "virtual" or config.backend != "torch" or not any(cell.live for cell in cells)):
+        raise UsageError("threads= says how many processor threads compute where torch runs a model in a measured run")
     for cell in cells:
         if cell.live and spec.handling(config.knobs).matrices:
             raise UsageError(f"{spec.id}: slots of single matrices are for replays; choose a geometry with model=NAME")
@@ -137,6 +157,8 @@ def _clock(config: RunConfig, profile: HardwareProfile) -> tuple[str, str]:
     here = profile.matches(machine.detect())
     if profile.id == "host" and not here:
         raise UsageError("hw=host was measured on another machine or with other memory: run 'moebench calibrate' again")
+    if config.mode == "model_io":
+        return "virtual", "mode=model_io"
     if config.mode == "measure":
         if not here:
             raise UsageError(

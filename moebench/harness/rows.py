@@ -38,7 +38,7 @@ def run_row(
         model=cell.model,
         workload_name=_workload_name(cell),
         config={**config.resolved(), "engine": cell.engine, "model": cell.model},
-        environment=machine.environment(),
+        environment={**machine.environment(), **environment.processors(cell)},
         workload=workload,
         protocol={
             "clock": cell.clock,

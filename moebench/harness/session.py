@@ -24,6 +24,7 @@ from moebench.metrics import Metrics
 from moebench.residency.ledger import Ledger
 from moebench.residency.places import Places
 from moebench.residency.tier import Tier
+from moebench.store.engines import CUTS, DEPTH
 from moebench.store.pages import aligned_buffer
 from moebench.systemspec import Equipment, RunContext
 from moebench.timeline.base import Timeline
@@ -127,8 +128,10 @@ def _engine(frame: Frame, registry: Any) -> Any:
     name = cell.engine
     if cell.clock == "virtual" and pack.manifest.extents.whole and not pack.coded:
         name = "pread"  # time is the declared engine's all the same; whole experts take no staging with any engine
-    if handling.whole_reads and name in ("mmap", "pread", "direct"):  # those that cut reads into blocks
+    if handling.whole_reads and name in CUTS:
         options["block_bytes"] = 0
+    if cell.config.depth:
+        options[DEPTH[name]] = cell.config.depth
     if pack.coded and frame.two_tiers:  # the host keeps what is stored, the way up decodes
         options["coded"] = True
     factory = registry.engine(name)

@@ -18,6 +18,8 @@ ENGINES = {  # name: module and class, imported when opened, and a line for peop
     "uring": ("moebench.store.engine_uring", "UringEngine", "one io_uring for all reads, past the page cache"),
     "faulty": ("moebench.store.engine_faulty", "FaultyEngine", "another engine with seeded faults, for tests"),
 }
+DEPTH = {"mmap": "threads", "pread": "threads", "direct": "threads", "uring": "depth"}  # what says how many at a time
+CUTS = ("mmap", "pread", "direct")  # engines that cut reads into calls of ``block_bytes``
 
 
 class StoreError(Exception):
