@@ -24,6 +24,7 @@ COMMANDS = {
     "model": "make a model folder: random weights of any geometry, or a small real model of experts",
     "prepare": "fit or import what a system brings to a model, such as trained heads",
     "calibrate": "measure this machine into hw=host",
+    "validate": "the same cells measured here and modeled: how far forecasts are off",
     "new-system": "write a plugin package with a system of your own, ready to install",
     "trace": "import, record, synthesize and describe routing traces",
 }

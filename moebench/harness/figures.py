@@ -30,7 +30,7 @@ def speed(cell: Cell, runs: Sequence[Session]) -> dict[str, Metric]:
     for name in NAMES:
         values = [numbers[name][0] for numbers in each]
         _, reason, n = each[0][name]
-        if name in COMPUTED and cell.clock == "wall" and not cell.live:
+        if name in COMPUTED and not cell.computes:
             found[name] = metric(name, None, None, 0, "a measured replay reads experts and computes nothing")
             continue
         if (
