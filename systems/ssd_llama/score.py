@@ -74,13 +74,18 @@ class Admission:
         ranks = self.policy.rank[missing]
         order = np.flatnonzero(self.lasting[missing])
         order = order[(-ranks[order]).argsort()]
-        held = np.sort(self.policy.rank[np.flatnonzero(self.kept)])
+        held = self.policy.rank[np.flatnonzero(self.kept)]
         room = self.capacity - len(held)
         first, rest = order[: max(0, room)], order[max(0, room) :]
         rest = rest[self.uses[missing[rest]] >= self.promote_after]
-        worst = held[max(0, -room) :][: len(rest)]
+        worst = _lowest(held, max(0, -room) + len(rest))[max(0, -room) :]
         better = rest[: len(worst)][ranks[rest[: len(worst)]] > worst]
         keep = np.zeros(len(missing), bool)
         keep[first] = keep[better] = True
         self.kept[missing[keep]] = True
         return keep
+
+
+def _lowest(values: np.ndarray, count: int) -> np.ndarray:
+    """The ``count`` lowest, ascending."""
+    return np.sort(np.partition(values, count)[:count] if count < len(values) else values)
