@@ -24,11 +24,16 @@ CURVES = {
     "faults": (TIME, "kib", "threads", "every page of so many neighbouring KiB touched, MADV_RANDOM, nothing cached"),
     "faults_ahead": (TIME, "kib", "threads", "the same with the kernel's readahead"),
     "copy": (RATE, "sizes_kib", "threads", "bytes copied between two buffers, counted once"),
-    "experts.none": (TIME, "sizes_kib", "rows", "one expert in bf16 on so many rows"),
-    "experts.int8": (TIME, "sizes_kib", "rows", "one expert in int8 on so many rows"),
-    "experts.int4": (TIME, "sizes_kib", "rows", "one expert in int4 on so many rows"),
-    "dense": (TIME, "sizes_kib", "rows", "one square bf16 matrix of so many KiB on so many rows"),
-    "layers": (TIME, "context", "rows", "a layer of the calibrated model without its experts, that many tokens cached"),
+    "experts.none": (TIME, "sizes_kib", "row_counts", "one expert in bf16 on so many rows"),
+    "experts.int8": (TIME, "sizes_kib", "row_counts", "one expert in int8 on so many rows"),
+    "experts.int4": (TIME, "sizes_kib", "row_counts", "one expert in int4 on so many rows"),
+    "dense": (TIME, "sizes_kib", "row_counts", "one square bf16 matrix of so many KiB on so many rows"),
+    "layers": (
+        TIME,
+        "context",
+        "row_counts",
+        "a layer of the calibrated model without its experts, so many tokens cached",
+    ),
 }
 
 

@@ -14,12 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from store_fixtures import SmallSource
 
-from moebench import hardware
 from moebench.budget import parse_budget, parse_bytes
 from moebench.cli import COMMANDS, main
 from moebench.commands.words import describe, parse
 from moebench.errors import UsageError
-from moebench.plugins import load_plugins
 from moebench.residency.policies import CAUSAL
 from moebench.trace.format import load
 from moebench.units import GIB
@@ -79,7 +77,7 @@ def test_help_names_every_command_and_each_has_its_own(capsys):
         (["pack", "model=x"], "needs out="),
         (["pack", "model=x", "out=y"], "config.json"),
         (["pack", "model=x", "out=y", "quant=int5"], "int4, int8, none"),
-        (["calibrate", "seconds=0"], "1 to 600"),
+        (["calibrate", "seconds=0"], "1 to 3600"),
         (["calibrate", "secs=3"], "did you mean seconds?"),
         (["doctor", "fast"], "KEY=VALUE"),
     ],
@@ -143,21 +141,6 @@ def test_the_doctor_says_what_is_missing_and_what_it_costs(capsys):
     assert {"torch", "O_DIRECT", "io_uring", "fadvise", "drop_caches", "memory limit"} <= {f["name"] for f in findings}
     assert all(f["without"] for f in findings if not f["ok"])
     assert not [path for path in Path().iterdir() if path.name != "home"]
-
-
-def test_calibration_writes_a_profile_that_loads_and_leaves_no_file(tmp_path, capsys, monkeypatch):
-    from moebench.commands import calibrate
-
-    monkeypatch.setattr(calibrate, "SIZES_KIB", (64, 1024))
-    monkeypatch.setattr(calibrate, "DEPTHS", (1, 2))
-    assert main(["calibrate", "seconds=1", "file_gib=0.06"]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["hw"] == "host"
-    profile = hardware.load(load_plugins().hardware_path("host"))
-    assert {q.kind for q in profile.quantities.values()} == {"measured"}
-    from moebench.machine import detect
-
-    assert profile.matches(detect())
-    assert not [path for path in tmp_path.iterdir() if path.name != "home"]
 
 
 @pytest.mark.parametrize("name", ["experts.bin", "dense.safetensors"])

@@ -1,0 +1,164 @@
+"""What is left of one kind of work while another goes on: compute, direct reads, copies and writes share a machine.
+
+Each sample pairs a rate alone with the rate beside, one right after the other. Knows no experts' meaning.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from moebench.probes.file import ProbeFile
+from moebench.probes.reads import Reader
+from moebench.probes.samples import Samples, rates
+from moebench.store.engines import open_engine
+from moebench.units import GB, KIB, MIB
+
+READ, DEPTH, UNIT, WRITTEN = MIB, 8, 256 * KIB, 8 * MIB
+PAIRS = 5
+LEAST = 1e-3  # of a share: work that did not come to its turn once
+
+
+@dataclass(frozen=True)
+class Both:
+    """Shares of two rates that are left when both kinds of work go on."""
+
+    first: Samples
+    second: Samples
+
+
+class Background:
+    """Work that a thread repeats while a ``with`` block runs; ``rate`` is what it reached then, per second."""
+
+    def __init__(self, work: Callable[[Callable[[], bool]], Iterator[float]]) -> None:
+        self._work, self.rate = work, 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The block begins once the first piece of work is done."""
+        going, started, failed = threading.Event(), threading.Event(), []
+        going.set()
+
+        def run() -> None:
+            amount, begun = 0.0, time.perf_counter()
+            try:
+                for done in self._work(going.is_set):
+                    if not started.is_set():
+                        started.set()
+                        amount, begun = -done, time.perf_counter()
+                    amount += done
+            except Exception as error:  # raised where it is waited for
+                failed.append(error)
+            finally:
+                self.rate = amount / max(1e-9, time.perf_counter() - begun)
+                started.set()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        started.wait()
+        try:
+            yield
+        finally:
+            going.clear()
+            thread.join()
+        if failed:
+            raise failed[0]
+
+
+def shares(foreground: Callable[[float], float], background: Background, seconds: float) -> Both:
+    """What both reach side by side over what each reaches alone; ``foreground`` returns its rate."""
+    first, second, each = [], [], seconds / (3 * PAIRS)
+    for _ in range(PAIRS):
+        alone = foreground(each)
+        with background.running():
+            time.sleep(each)
+        free = background.rate
+        with background.running():
+            beside = foreground(each)
+        first.append(beside / alone)
+        second.append(max(LEAST, background.rate / free))
+    return Both(Samples(tuple(first)), Samples(tuple(second)))
+
+
+def reading(file: ProbeFile) -> Background:
+    """Direct reads of 1 MiB, eight at a time, each hashed, as an engine's threads do."""
+    reader, pack = Reader(file, "direct"), file.pack(READ)
+
+    def read(wanted: Callable[[], bool]) -> Iterator[float]:
+        with open_engine("direct", pack) as engine:
+            for _ in reader.stream(engine, pack, DEPTH, wanted):
+                yield READ / GB
+
+    return Background(read)
+
+
+def copying() -> Background:
+    """Copies of 1 MiB from one large area to another."""
+    source, target = np.ones(128 * MIB, np.uint8), np.zeros(128 * MIB, np.uint8)
+
+    def copy(wanted: Callable[[], bool]) -> Iterator[float]:
+        at = 0
+        while wanted() or not at:
+            start = at % 128 * MIB
+            np.copyto(target[start : start + MIB], source[start : start + MIB])
+            at += 1
+            yield MIB / GB
+
+    return Background(copy)
+
+
+class Writer:
+    """Writes random bytes over and over into a file of its own."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self.path, self.nbytes = path, nbytes
+        self._data = np.random.default_rng(0).bytes(WRITTEN)
+
+    def durable(self, seconds: float) -> Samples:
+        """GB/s of writes of 256 KiB, each on the drive before the next is begun."""
+        at, file = 0, os.open(self.path, os.O_RDWR | os.O_CREAT)
+        sync = getattr(os, "fdatasync", os.fsync)
+
+        def write() -> None:
+            nonlocal at
+            os.pwrite(file, self._data[:UNIT], at)
+            sync(file)
+            at = (at + UNIT) % self.nbytes
+
+        try:
+            return rates(write, UNIT / GB, seconds)
+        finally:
+            os.close(file)
+
+    def sustained(self, seconds: float) -> float:
+        """GB/s of writes of 8 MiB, each on the drive before the next is begun."""
+        file, written, begun = os.open(self.path, os.O_RDWR | os.O_CREAT), 0, time.perf_counter()
+        try:
+            while not written or time.perf_counter() < begun + seconds:
+                os.pwrite(file, self._data, written % self.nbytes)
+                os.fsync(file)
+                written += WRITTEN
+        finally:
+            os.close(file)
+        return written / (time.perf_counter() - begun) / GB
+
+
+def writes_beside_reads(file: ProbeFile, path: Path, seconds: float) -> tuple[Samples, Samples]:
+    """GB/s of writes while reads go on, and the share of their rate that reads then keep."""
+    writer, background = Writer(path, min(file.nbytes, 64 * MIB) // WRITTEN * WRITTEN), reading(file)
+    found, kept, each = [], [], seconds / (2 * PAIRS)
+    for _ in range(PAIRS):
+        with background.running():
+            time.sleep(each)
+        free = background.rate
+        with background.running():
+            found.append(writer.sustained(each))
+        kept.append(max(LEAST, background.rate / free))
+    return Samples(tuple(found)), Samples(tuple(kept))

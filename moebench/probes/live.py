@@ -1,0 +1,81 @@
+"""A model that computes, pass by pass: what its layers take without their experts, and a pass beside its layers.
+
+All experts are in memory and nobody decides anything. Knows a backend and a pack; knows no system.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from moebench.step import DECODE, PREFILL, Routing, Step
+from moebench.store.pages import aligned_buffer
+
+PASSES = 5  # measured on one growing context before it is built anew
+PIECE = 32  # tokens of a pass that builds a context
+
+
+class Resident:
+    """Serves experts from memory and notes when a layer asks and when it has all that it asked for."""
+
+    def __init__(self, pack: Any) -> None:
+        self.pack = pack
+        self.buffers = [aligned_buffer(pack.slot_bytes) for _ in range(pack.keys)]
+        for key, buffer in enumerate(self.buffers):
+            pack.read(key, buffer)
+        self.valid = np.ones(1, bool)
+        self.marks: list[tuple[float, float]] = []  # of each layer: asks, has computed its last expert
+
+    def serve(self, layer: int, hidden: Any, native: Routing) -> tuple[Routing, Iterator[tuple[int, np.ndarray]]]:
+        """The native routing and its experts."""
+        return native, self._experts(layer * self.pack.experts, native, time.perf_counter())
+
+    def _experts(self, base: int, native: Routing, asked: float) -> Iterator[tuple[int, np.ndarray]]:
+        for expert in native.demand(self.valid):
+            yield expert, self.buffers[base + expert]
+        self.marks.append((asked, time.perf_counter()))
+
+
+class Passes:
+    """Runs passes of a backend over random tokens."""
+
+    def __init__(self, backend: Any, pack: Any, vocabulary: int) -> None:
+        self.backend, self.server, self.vocabulary = backend, Resident(pack), vocabulary
+        self._generator = np.random.default_rng(0)
+
+    def sample(self, context: int, rows: int, seconds: float) -> list[tuple[float, float]]:
+        """(microseconds of a layer without experts, of the pass beside its layers) of passes of ``rows`` tokens that
+        begin with about ``context`` tokens cached.
+        """
+        found: list[tuple[float, float]] = []
+        until = time.perf_counter() + seconds
+        while not found or time.perf_counter() < until:
+            self.backend.reset(1)
+            past = 0
+            while past < context:
+                past += self._forward(past, min(PIECE, context - past), PREFILL)
+            for _ in range(PASSES):
+                begun = time.perf_counter()
+                past += self._forward(past, rows, DECODE if rows == 1 else PREFILL)
+                found.append(self._parts(begun, time.perf_counter()))
+        return found
+
+    def _forward(self, past: int, width: int, phase: int) -> int:
+        """One pass and the choice of the next token; returns ``width``."""
+        tokens = self._generator.integers(0, self.vocabulary, (1, width))
+        position = np.arange(past, past + width, dtype=np.int32)
+        step = Step(past, phase, np.zeros(width, np.int32), position, np.ones(width, bool), 1)
+        self.server.valid, self.server.marks = step.valid, []
+        self.backend.forward(step, tokens, self.server).argmax(-1)
+        return width
+
+    def _parts(self, begun: float, ended: float) -> tuple[float, float]:
+        marks = self.server.marks
+        gaps = [asks - before for (_, before), (asks, _) in pairwise(marks)]
+        layer = float(np.median(gaps))
+        experts = sum(done - asked for asked, done in marks)
+        return layer * 1e6, max(0.0, ended - begun - experts - len(marks) * layer) * 1e6
