@@ -27,8 +27,9 @@ __all__ = ["NUMBERS", "SOURCES", "HardwareError", "HardwareProfile", "Quantity",
 # are what is reached, not the bus's peak. map_us makes one expert's pages visible to the accelerator; on_chip_* is the
 # memory inside it that its copies fill, tile_rows the rows it multiplies at a time at the least; rans_gb_s counts
 # decoded bytes where the decoder runs; cpu_tflops is arithmetic on expert weights by the host's processor. stream_gb_s
-# only reads. A share is what is left of a rate: of reads beside writes or compute, of compute beside direct reads or
-# copies, of compute after a time under load. durable writes are 256 KiB each, on the drive before the next one.
+# only reads; durable writes are 256 KiB each, on the drive before the next one. A share is what is left of a rate: of
+# reads beside writes, expert kernels or whole layers of a small model, of these beside direct reads or copies, of
+# compute after a time under load.
 NUMBERS = {
     "memory.ram_gib": ("GiB", "all"),
     "memory.reserve_gib": ("GiB", "all"),
@@ -39,6 +40,7 @@ NUMBERS = {
     "storage.write_beside_reads_gb_s": ("GB/s", "none"),
     "storage.read_beside_writes": ("share", "none"),
     "storage.read_beside_compute": ("share", "none"),
+    "storage.read_beside_layers": ("share", "none"),
     "storage.page_fault_us": ("us", "all"),
     "storage.page_kib": ("KiB", "all"),
     "storage.readahead_kib": ("KiB", "all"),
@@ -57,6 +59,7 @@ NUMBERS = {
     "compute.rans_gb_s": ("GB/s", "none"),
     "compute.beside_reads": ("share", "none"),
     "compute.beside_copies": ("share", "none"),
+    "compute.layers_beside_reads": ("share", "none"),
     "compute.sustained": ("share", "none"),
 }
 STACK_NUMBERS = {"per_load_ms": "ms", "host_sync_us": "us", "layer_floor_us": "us"}

@@ -87,14 +87,14 @@ def shares(foreground: Callable[[float], float], background: Background, seconds
     return Both(Samples(tuple(first)), Samples(tuple(second)))
 
 
-def reading(file: ProbeFile) -> Background:
-    """Direct reads of 1 MiB, eight at a time, each hashed, as an engine's threads do."""
-    reader, pack = Reader(file, "direct"), file.pack(READ)
+def reading(file: ProbeFile, size: int = READ, depth: int = DEPTH) -> Background:
+    """Direct reads of ``size`` bytes, ``depth`` of them queued, each hashed, as an engine's threads do."""
+    reader, pack = Reader(file, "direct"), file.pack(size)
 
     def read(wanted: Callable[[], bool]) -> Iterator[float]:
         with open_engine("direct", pack) as engine:
-            for _ in reader.stream(engine, pack, DEPTH, wanted):
-                yield READ / GB
+            for _ in reader.stream(engine, pack, depth, wanted):
+                yield size / GB
 
     return Background(read)
 

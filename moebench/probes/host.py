@@ -34,6 +34,7 @@ WIDTHS, DENSE_ROWS = (128, 256, 512, 1024, 2048, 4096), (1, 4, 16, 64)
 # hidden and intermediate size of experts: tinymoe's, two between, qwen3-30b-a3b's and gpt-oss-20b's
 SHAPES, EXPERT_ROWS = ((128, 64), (512, 256), (1024, 512), (2048, 768), (2880, 2880)), (1, 2, 4, 8, 32)
 CONTEXTS, PASS_ROWS = (1, 64, 512), (1, 4, 32)
+PASS_CONTEXT, SMALL_READ, SMALL_DEPTH = 32, 16 * KIB, 4  # of a small model that decodes beside reads
 QUANTS = ("none", "int8", "int4")
 LOOP_TURNS = 5
 
@@ -58,7 +59,7 @@ def measure(where: Where, record: Record) -> dict[str, Any]:
         bandwidth, compute = _memory(record), _compute(record)
         _contention(file, Path(folder) / "writes", record, storage, compute)
         stack = _loop(file, record)
-    _live(where.model, record, stack)
+        _live(where.model, file, record, stack, storage, compute)
     _sustained(record, compute)
     _absent(record, machine.gpu)
     return {
@@ -218,7 +219,7 @@ def _contention(file: ProbeFile, path: Path, record: Record, storage: dict[str, 
 
 def _loop(file: ProbeFile, record: Record) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    with record.part("loop", 0.04, needed=True):
+    with record.part("loop", 0.03, needed=True):
         cost = overheads(file, LOOP_TURNS)
         load = Samples(tuple(us / 1e3 for us in cost.load.values))
         text = "the loop's own time for an expert of 4 KiB read from the page cache, waits left out"
@@ -233,8 +234,11 @@ def _loop(file: ProbeFile, record: Record) -> dict[str, Any]:
     return found
 
 
-def _live(load: Callable[[], Any], record: Record, stack: dict[str, Any]) -> None:
-    with record.part("layers", 0.05) as seconds:
+def _live(
+    load: Callable[[], Any], file: ProbeFile, record: Record, stack: dict[str, Any], storage: dict[str, Any],
+    compute: dict[str, Any],
+) -> None:  # fmt: skip
+    with record.part("layers", 0.06) as seconds:
         from moebench.harness.backend import open_backend
         from moebench.probes.live import Passes
 
@@ -244,7 +248,7 @@ def _live(load: Callable[[], Any], record: Record, stack: dict[str, Any]) -> Non
         points = [(context, rows) for context in contexts for rows in PASS_ROWS]
         layers, rest = {}, []
         for context, rows in points:
-            each = passes.sample(context, rows, seconds / len(points))
+            each = passes.sample(context, rows, seconds / 2 / len(points))
             layers[context, rows] = Samples(tuple(layer for layer, _ in each))
             rest += [beyond for _, beyond in each] if rows == 1 else []
         name = model.geometry.name
@@ -254,6 +258,14 @@ def _live(load: Callable[[], Any], record: Record, stack: dict[str, Any]) -> Non
         stack["layer_floor_us"] = record.number(floor, "us", text)
         text = f"a pass of {name} on one row beside its layers: masks, embedding, head, choice of the token"
         stack["pass_us"] = record.number(Samples(tuple(rest)), "us", text)
+        background = beside.reading(file, SMALL_READ, SMALL_DEPTH)
+        both = beside.shares(lambda time: passes.speed(PASS_CONTEXT, time), background, seconds / 2)
+        what = f"decode passes of {name} without reads of their own"
+        reads = f"direct reads of {SMALL_READ // KIB} KiB, {SMALL_DEPTH} queued"
+        text = f"{what}, rate over their rate alone, beside {reads}"
+        compute["layers_beside_reads"] = record.number(both.first, "share", text)
+        text = f"{reads}, rate over their rate alone, beside {what}"
+        storage["read_beside_layers"] = record.number(both.second, "share", text)
     if "layer_floor_us" not in stack:
         dispatch = kernels.small_operation(0.1)
         text = f"60 tensor operations at {dispatch.median:.2f} us, as no model's layer could be measured"

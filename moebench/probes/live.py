@@ -64,6 +64,15 @@ class Passes:
                 found.append(self._parts(begun, time.perf_counter()))
         return found
 
+    def speed(self, context: int, seconds: float) -> float:
+        """Passes of one row a second, from about ``context`` tokens cached on."""
+        self.backend.reset(1)
+        past, passes, begun = self._forward(0, context, PREFILL), 0, time.perf_counter()
+        while not passes or time.perf_counter() < begun + seconds:
+            past += self._forward(past, 1, DECODE)
+            passes += 1
+        return passes / (time.perf_counter() - begun)
+
     def _forward(self, past: int, width: int, phase: int) -> int:
         """One pass and the choice of the next token; returns ``width``."""
         tokens = self._generator.integers(0, self.vocabulary, (1, width))
