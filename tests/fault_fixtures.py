@@ -95,6 +95,17 @@ def server(tmp_path_factory):
     made.close()
 
 
+def measured(options: dict) -> int:
+    """A measured cell, in this process; prints its counters, and its error where it failed."""
+    from moebench.commands.compose import typed
+    from moebench.harness.run import planned
+    from moebench.plugins import load_plugins
+
+    row = planned(typed(options, load_plugins(quiet=True)), 0, True, quiet=True)
+    print(json.dumps({"error": row.error, "counters": row.protocol.get("counters")}))
+    return int(row.status == "failed")
+
+
 def listing(folder: Path) -> dict[str, str]:
     """Every file and folder below ``folder``, hidden ones too, with the hash of what it holds."""
     return {

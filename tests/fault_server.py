@@ -17,6 +17,7 @@ import struct
 import sys
 import time
 import traceback
+from contextlib import suppress
 
 EVENTS = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.truncate", "os.chmod")
 
@@ -44,6 +45,8 @@ def serve(order: dict) -> dict:
     started = time.monotonic()
     if not (pid := os.fork()):
         os._exit(work(order, shared))
+    with suppress(OSError):  # it has done so itself
+        os.setpgid(pid, pid)
     ends = started + (order.get("seconds") if order.get("seconds") is not None else order["limit"])
     while (done := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < ends:
         time.sleep(0.001)
@@ -70,7 +73,7 @@ def serve(order: dict) -> dict:
 
 def work(order: dict, shared: mmap.mmap) -> int:
     """In the child: the work and its exit code."""
-    os.setsid()
+    os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(order["cwd"])
     os.environ.update(order.get("environ", {}))
