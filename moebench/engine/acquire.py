@@ -67,6 +67,7 @@ class Experts(ReadAhead):
         self._stage()
         if self.relayout is not None:
             self.relayout.after_step(self)
+        self.timeline.hooked(self.hooks.spent[1])
         record.ended_s = self._since = self.timeline.now()
         self.hooks.end_step(step, record, self.view)
         return record

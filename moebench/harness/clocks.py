@@ -54,7 +54,7 @@ def modeled_costs(frame: Frame, held_bytes: int, dense_bits: float | None) -> Co
         whole=frame.handling.whole_reads,
         stored_bytes=stored,
     )
-    return cost_model.build(
+    found = cost_model.build(
         cell.profile,
         geometry,
         use,
@@ -64,3 +64,4 @@ def modeled_costs(frame: Frame, held_bytes: int, dense_bits: float | None) -> Co
         tiers=1 + frame.two_tiers,
         on_host=frame.handling.on_host,
     )
+    return found if cell.computes else cost_model.reads_only(found)

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 from moebench.geometry import Geometry
 from moebench.hardware import HardwareProfile
@@ -21,6 +22,10 @@ from moebench.units import GB, GIB, KIB, MIB, PAGE, align_up
 DIRECT = ("direct", "uring")  # engines that read past the page cache
 QUEUE_DEPTH = 32  # reads that an asynchronous engine keeps in flight at most
 BLOCK_BYTES = MIB  # demand pre-empts prefetch at this granularity
+COMPUTE = (
+    "dense_layer_s", "dense_row_s", "head_s", "state_byte_s", "expert_s", "expert_row_s", "layer_floor_s", "byte_s",
+    "host_sync_s", "host_expert_s", "host_row_s", "host_trip_s", "on_chip_s", "pass_s",
+)  # fmt: skip
 CHIP_ACTIVATIONS = 128 * KIB  # of on-chip memory; the rest is two buffers for weights (arXiv 2609.14643, section 4.4)
 
 
@@ -88,6 +93,7 @@ def build(
     """
     stack = profile.constants(stack_name)
     device_bw = profile.device_gb_s * GB
+    curves, reads_by = profile.curves, profile.curves.get(f"reads.{use.engine}", profile.read_curve)
     bits = dense_bits or geometry.bits_per_weight
     flops = (profile.int4_tflops if geometry.quant == "int4" else profile.bf16_tflops) * 1e12
     head_parameters = geometry.vocabulary * geometry.hidden
@@ -95,14 +101,14 @@ def build(
     layer_parameters = max(0, geometry.dense_parameters - embeddings) / geometry.layers
     depths = range(1, QUEUE_DEPTH + 1)
     read_bytes = sum(use.pieces)
-    if use.engine == "mmap":
+    if use.engine == "mmap" and "reads.mmap" not in curves:
         window = max(profile.page_kib, profile.readahead_kib) * KIB
         faults = sum(-(-piece // window) for piece in use.pieces)
         beyond = (min(window, max(use.pieces)) - profile.page_kib * KIB) / (profile.read_gb_s(window, 1) * GB)
         cold = faults * (profile.page_fault_us * 1e-6 + max(0.0, beyond))  # a fault's time includes its page
         read_s = (0.0, *[cold] * len(depths))
     else:
-        read_s = (0.0, *[sum(p / (profile.read_gb_s(p, d) * GB) for p in use.pieces) for d in depths])
+        read_s = (0.0, *[sum(p / (reads_by.gb_s(p, d) * GB) for p in use.pieces) for d in depths])
     unified, chip = profile.unified, profile.declares("bandwidth.on_chip_gb_s")
     within = 2 / (profile.dram_gb_s * GB) if tiers == 2 else 0.0  # a copy in one memory reads and writes
     up, down = (within, within) if unified else (1 / (profile.h2d_gb_s * GB), 1 / (profile.d2h_gb_s * GB))
@@ -112,7 +118,7 @@ def build(
         read_s=read_s,
         block_s=(1.0 if use.whole else min(1.0, BLOCK_BYTES / read_bytes)) * read_s[1],
         load_host_s=0.0 if use.in_place else stack.per_load_ms * 1e-3,
-        cached_s=2 * read_bytes / (profile.dram_gb_s * GB),
+        cached_s=_cached_s(profile, geometry, use),
         page_cache_bytes=0 if use.engine in DIRECT else use.page_cache_bytes,
         copy_s=geometry.expert_bytes * up,
         copy_back_s=geometry.expert_bytes * down,
@@ -139,7 +145,54 @@ def build(
         write_unit_bytes=WRITE_UNIT_BYTES,
         write_unit_s=WRITE_UNIT_BYTES / (profile.write_gb_s * GB),
         host_trip_s=0.0 if unified or not on_host else 2 * profile.link_latency_us * 1e-6,
+        step_s=stack.step_us * 1e-6,
+        layer_s=stack.layer_us * 1e-6,
+        demand_s=stack.request_us * 1e-6,
+        hook_s=stack.hook_us * 1e-6,
+        pass_s=stack.pass_us * 1e-6,
+        library_s=_library_s(profile, geometry),
+        expert_rows_s=_expert_rows_s(profile, geometry),
+        beside_reads=profile.beside_reads if profile.declares("compute.beside_reads") else 1.0,
+        ahead_s=_ahead_s(profile, use),
+        around_bytes=int(profile.readahead_kib * KIB / 2) if "reads.mmap" in curves and use.engine == "mmap" else 0,
     )
+
+
+def reads_only(costs: Costs) -> Costs:
+    """The costs of a run in which nothing computes: what storage, link and loop take is left."""
+    nothing = dict.fromkeys(COMPUTE, 0.0)
+    return replace(costs, **nothing, library_s=None, expert_rows_s=None)
+
+
+def _cached_s(profile: HardwareProfile, geometry: Geometry, use: StorageUse) -> float:
+    """Seconds of one read of a layer's demand that the page cache serves: as measured, or a copy."""
+    nbytes = sum(use.pieces)
+    if (curve := profile.curves.get(f"cached.{use.engine}")) is not None:
+        return nbytes / (curve.gb_s(nbytes, geometry.top_k) * GB)
+    return 2 * nbytes / (profile.dram_gb_s * GB)
+
+
+def _ahead_s(profile: HardwareProfile, use: StorageUse) -> tuple[float, ...]:
+    """Service times of prefetches by queue depth; none where they were not measured with this engine."""
+    if "ahead" not in profile.curves or use.engine != profile.engine:
+        return ()
+    rate = profile.curves["ahead"].gb_s
+    return (0.0, *[sum(p / (rate(p, depth) * GB) for p in use.pieces) for depth in range(1, QUEUE_DEPTH + 1)])
+
+
+def _library_s(profile: HardwareProfile, geometry: Geometry) -> Callable[[int, int], float] | None:
+    """What a layer without its experts takes of the library, by bytes of cache and rows; the curve counts tokens."""
+    if "layers" not in profile.curves:
+        return None
+    curve, each, fixed = profile.curves["layers"], max(1, geometry.kv_bytes_per_token), geometry.fixed_state_bytes
+    return lambda state_bytes, rows: curve.seconds(max(1.0, (state_bytes - 2 * fixed) / each), rows)
+
+
+def _expert_rows_s(profile: HardwareProfile, geometry: Geometry) -> Callable[[float], float] | None:
+    """What one expert takes by the rows it computes on, where that was measured."""
+    curve = profile.curves.get(f"experts.{geometry.quant}")
+    kib = geometry.expert_bytes / KIB
+    return None if curve is None else cache(lambda rows: curve.seconds(kib, max(1.0, rows)))
 
 
 def _chip_parts(geometry: Geometry, on_chip_mib: float) -> int:

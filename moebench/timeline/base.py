@@ -137,5 +137,8 @@ class Timeline(ABC):
     def system_work(self, nbytes: int, syncs: int) -> None:
         """A system streamed ``nbytes`` for work of its own, and the host waited ``syncs`` times for the result."""
 
+    def hooked(self, calls: int) -> None:  # noqa: B027 - a measured clock has it in its time
+        """The system's hooks were called ``calls`` times so far."""
+
     def close(self) -> None:  # noqa: B027 - nothing to release by default
         """Release threads and files."""

@@ -36,6 +36,13 @@ class Costs:
     host's own processor, ``host_trip_s`` what a layer's activations take there and back. Writes to storage come in
     units of ``write_unit_bytes``, of ``write_unit_s`` seconds each.
 
+    What a measured machine says besides, 0 or None where it says nothing: the loop's own time for a pass (``step_s``), a
+    layer (``layer_s``), an expert that a layer demands (``demand_s``) and a hook of the system (``hook_s``); what the
+    library takes of a pass beside its layers (``pass_s``), of a layer (``library_s(state_bytes, rows)``, in which its
+    floor is) and of one expert on so many rows (``expert_rows_s``, instead of ``expert_s`` and ``expert_row_s``);
+    ``beside_reads`` is the share of its speed that compute keeps while storage reads. ``ahead_s[d]`` is ``read_s[d]``
+    of prefetches that keep the queue at ``d``, and a fault brings the experts of ``around_bytes`` on either side.
+
     On an accelerator that computes out of memory of its own on the chip: ``map_s`` makes an expert that arrived visible
     to it, ``on_chip_s`` copies one in (instead of ``expert_s``) in ``chip_parts`` pieces that each fill a buffer at
     most, and it works on ``tile_rows`` rows at a time.
@@ -73,6 +80,16 @@ class Costs:
     on_chip_s: float = 0.0
     chip_parts: int = 1
     tile_rows: int = 1
+    step_s: float = 0.0
+    layer_s: float = 0.0
+    demand_s: float = 0.0
+    hook_s: float = 0.0
+    pass_s: float = 0.0
+    library_s: Callable[[int, int], float] | None = None
+    expert_rows_s: Callable[[float], float] | None = None
+    beside_reads: float = 1.0
+    ahead_s: tuple[float, ...] = ()
+    around_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
+import numpy as np
+
 from moebench.residency.places import Places
 from moebench.timeline.base import (
     DECODER,
@@ -48,6 +50,7 @@ class ModeledStorage(Timeline):
         self._unmapped: set[Ticket] = set()  # transfers whose expert has to be mapped when it is there
         self._decoded_below: set[int] = set()  # experts that came down to the host, decoded
         self._pages: OrderedDict[int, None] = OrderedDict()
+        self._key_at = np.zeros(0, np.int64)  # keys by place, once it is asked for
         self._page_slots = costs.page_cache_bytes // max(1, costs.read_bytes)  # it holds what is stored
 
     def _spend(self, part: int, until: float, what: str = "", of: int = 0) -> None:
@@ -94,7 +97,10 @@ class ModeledStorage(Timeline):
         else:
             self._sweep(now)
             depth = len(self._queue) + len(cold)
-            service = max(costs.read_s[min(len(costs.read_s) - 1, depth)], costs.read_s[1] / depth)
+            if costs.ahead_s:
+                service = costs.ahead_s[min(len(costs.ahead_s) - 1, depth)]
+            else:
+                service = max(costs.read_s[min(len(costs.read_s) - 1, depth)], costs.read_s[1] / depth)
             for ticket in cold:
                 self._queue.append(ticket)
                 self._left[ticket] = service
@@ -224,6 +230,11 @@ class ModeledStorage(Timeline):
         self.writes.fill(start, until)
         self._swept = max(self._swept, until)
 
+    def reading_s(self) -> float:
+        """Seconds for which storage goes on reading what was asked for so far."""
+        self._sweep(self._now)
+        return max(0.0, self._demand_free - self._now) + sum(self._left.values())
+
     def promote(self, ticket: Ticket) -> None:
         """Serve the rest of a prefetch with the priority of demand."""
         source = ticket.handle if isinstance(ticket.handle, Ticket) else ticket
@@ -262,8 +273,20 @@ class ModeledStorage(Timeline):
     def _from_page_cache(self, key: int) -> bool:
         """Whether the page cache holds the expert; it does afterwards (least recently used go first)."""
         hit = key in self._pages
-        self._pages[key] = None
-        self._pages.move_to_end(key)
-        if len(self._pages) > self._page_slots:
+        around = () if hit or not self.costs.around_bytes else self._around(key)
+        for one in (*around, key):
+            self._pages[one] = None
+            self._pages.move_to_end(one)
+        while len(self._pages) > self._page_slots:
             self._pages.popitem(last=False)
         return hit
+
+    def _around(self, key: int) -> list[int]:
+        """Neighbours that the faults of an expert bring whole."""
+        reach = self.costs.around_bytes // self.costs.read_bytes
+        if self.places is None or not reach:
+            return []
+        if not len(self._key_at):
+            self._key_at = np.argsort(self.places.place)
+        place = int(self.places([key])[0])
+        return [int(one) for one in self._key_at[max(0, place - reach) : place + reach + 1] if one != key]

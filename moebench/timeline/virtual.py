@@ -20,6 +20,7 @@ class VirtualTimeline(ModeledStorage):
         super().__init__(costs, places)
         self._link_free = {"host": 0.0, "device": 0.0}  # the link carries both directions at once
         self._host_free, self._host_busy = 0.0, False
+        self._calls = 0  # of the system's hooks, as far as they were charged
         self._unit_free = 0.0  # when the accelerator's arithmetic is through with what it was handed
 
     def now(self) -> float:
@@ -103,9 +104,10 @@ class VirtualTimeline(ModeledStorage):
         other buffer is free. With ``overlap`` the clock stops where the next copy may begin.
         """
         costs = self.costs
+        if costs.demand_s:
+            self._spend(OVERHEAD, self._now + count * costs.demand_s, "loop", count)
         if not costs.on_chip_s:
-            took = max(count * costs.expert_s, rows * costs.expert_row_s)
-            self._spend(COMPUTE, self._now + took, "experts", count)
+            self._compute(self._experts_s(count, rows), "experts", count)
             return
         if not count:
             return
@@ -117,11 +119,26 @@ class VirtualTimeline(ModeledStorage):
         self._unit_free = last + compute
         self._spend(COMPUTE, last if overlap else self._unit_free)
 
+    def _experts_s(self, count: int, rows: int) -> float:
+        """Seconds of ``count`` experts over ``rows`` pairs by themselves."""
+        costs = self.costs
+        if costs.expert_rows_s is not None:
+            return count * costs.expert_rows_s(rows / count) if count else 0.0
+        return max(count * costs.expert_s, rows * costs.expert_row_s)
+
+    def _compute(self, took: float, what: str, of: int = 0) -> None:
+        """Work of ``took`` seconds, which goes slower while storage reads."""
+        share = self.costs.beside_reads
+        if share < 1 and took:
+            reading = self.reading_s()
+            took = took / share if took <= share * reading else took + (1 - share) * reading
+        self._spend(COMPUTE, self._now + took, what, of)
+
     def stage_s(self, count: int, rows: int) -> tuple[float, float]:
         """Copies into the chip at its own rate; arithmetic in whole tiles of rows, equally many for each expert."""
         costs = self.costs
         if not costs.on_chip_s:
-            return 0.0, max(count * costs.expert_s, rows * costs.expert_row_s)
+            return 0.0, self._experts_s(count, rows)
         tiles = -(-rows // (count * costs.tile_rows)) * count if count else 0
         return count * costs.on_chip_s, tiles * costs.tile_rows * costs.expert_row_s
 
@@ -160,16 +177,29 @@ class VirtualTimeline(ModeledStorage):
         costs = self.costs
         if layers:
             busy = max(costs.dense_layer_s, rows * costs.dense_row_s) + state_bytes * costs.state_byte_s
-            end = self._now + layers * max(busy, costs.layer_floor_s)
-            self._spend(COMPUTE, min(end, self._now + layers * busy), "dense", layers)
-            if end > self._now:
-                self._spend(OVERHEAD, end, "floor", layers)
+            if costs.library_s is not None:  # nothing of it goes on beside: it adds up
+                self._compute(layers * (busy + costs.library_s(state_bytes, rows)), "dense", layers)
+            else:
+                end = self._now + layers * max(busy, costs.layer_floor_s)
+                self._spend(COMPUTE, min(end, self._now + layers * busy), "dense", layers)
+                if end > self._now:
+                    self._spend(OVERHEAD, end, "floor", layers)
+            if costs.layer_s:
+                self._spend(OVERHEAD, self._now + layers * costs.layer_s, "loop", layers)
         if final:
-            self._spend(COMPUTE, self._now + costs.head_s, "head")
+            self._compute(costs.head_s + costs.pass_s, "head")
+            if costs.step_s:
+                self._spend(OVERHEAD, self._now + costs.step_s, "pass")
 
     def host_sync(self) -> None:
         """Reading a routing decision back costs the stack's synchronisation time."""
         self._spend(OVERHEAD, self._now + self.costs.host_sync_s, "sync")
+
+    def hooked(self, calls: int) -> None:
+        """Each call takes the host the same."""
+        if self.costs.hook_s:
+            self._spend(OVERHEAD, self._now + (calls - self._calls) * self.costs.hook_s, "hooks")
+        self._calls = calls
 
     def system_work(self, nbytes: int, syncs: int) -> None:
         """Bytes stream from the fastest memory; each result that is waited for costs a synchronisation."""
