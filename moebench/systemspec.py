@@ -190,7 +190,8 @@ class SystemSpec:
     ``config`` is a frozen dataclass type with a default for every field; ``make(config, run)`` builds the plugin
     object; ``fidelity(config)`` is ``exact`` (native routing is executed), ``advisory`` (native, predictions only
     prefetch) or ``altered`` (other experts run). ``timing_dependent``: where it alters routing, which experts run
-    depends on what is resident or on when reads finish, so that answers may differ from run to run. ``needs`` names
+    depends on what is resident or on when reads finish, so that answers may differ from run to run. ``reads_ahead``: it
+    reads before a layer asks, so that hits, and where it takes reads back bytes, depend on when reads finish. ``needs`` names
     artefacts or trace channels; ``baseline`` puts the system into every comparison, and so does ``oracle``, a bound
     that no real system reaches; ``foresight(config)``: this configuration of another system is given the future too;
     ``engine`` is the read engine used when none is asked for.
@@ -212,6 +213,7 @@ class SystemSpec:
     config: type = NoKnobs
     fidelity: Callable[[Any], str] = field(default=lambda config: "exact")
     timing_dependent: bool = False
+    reads_ahead: bool = False
     needs: tuple[str, ...] = ()
     baseline: bool = False
     oracle: bool = False

@@ -172,7 +172,7 @@ def _compared(pair: Pair, found: Found) -> Compared:
     if found.modeled is not None:
         split["modeled"] = found.modeled.details["split_ms_per_token"]
     return Compared(
-        pair.kind, pair.spec.id, pair.budget, pair.spec.timing_dependent,
+        pair.kind, pair.spec.id, pair.budget, pair.spec.timing_dependent or pair.spec.reads_ahead,
         measured={name: tuple(one[name] for one in each) for name in sorted(names)},
         modeled={} if found.modeled is None else numbers(found.modeled),
         parts=split,

@@ -36,8 +36,8 @@ class Costs:
     host's own processor, ``host_trip_s`` what a layer's activations take there and back. Writes to storage come in
     units of ``write_unit_bytes``, of ``write_unit_s`` seconds each.
 
-    What a measured machine says besides, 0 or None where it says nothing: the loop's own time for a pass (``step_s``), a
-    layer (``layer_s``), an expert that a layer demands (``demand_s``) and a hook of the system (``hook_s``); what the
+    What a measured machine says besides, 0 or None where it says nothing: the loop's own time for a pass (``step_s``),
+    a layer (``layer_s``), an expert that a layer demands (``demand_s``) and a hook of the system (``hook_s``); what the
     library takes of a pass beside its layers (``pass_s``), of a layer (``library_s(state_bytes, rows)``, in which its
     floor is) and of one expert on so many rows (``expert_rows_s``, instead of ``expert_s`` and ``expert_row_s``);
     ``beside_reads`` is the share of its speed that compute keeps while storage reads. ``ahead_s[d]`` is ``read_s[d]``

@@ -198,6 +198,7 @@ def register_systems(register):
             paper=PAPER,
             config=Edge0Config,
             fidelity=lambda config: "altered",
+            reads_ahead=True,
             needs=("trained heads and adapters (live), a predicted channel or a surrogate (replay)",),
             equip=equip,
             published=PUBLISHED,

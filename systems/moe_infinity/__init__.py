@@ -241,6 +241,7 @@ def register_systems(register):
             paper=PAPER,
             config=MoeInfinityConfig,
             fidelity=lambda config: "advisory" if config.prefetch else "exact",
+            reads_ahead=True,
             needs=("a collection of activation matrices, prepared or of a synthetic trace's own model",),
             equip=equip,
             published=PUBLISHED,

@@ -240,6 +240,7 @@ def register_systems(register):
             paper=PAPER,
             config=SpecPrefetchConfig,
             fidelity=lambda config: "exact" if config.mode == "off" else "advisory",
+            reads_ahead=True,
             needs=("adapters (live), a predicted channel or a surrogate (replay)",),
             equip=equip,
             foresight=lambda config: config.mode == "oracle",
