@@ -277,16 +277,16 @@ def test_a_share_is_what_is_left_beside_the_other_work():
         going.append(True)
         while wanted():
             time.sleep(0.001)
-            yield 1.0
         going.pop()
+        return 2.0
 
     found = beside.shares(lambda seconds: 0.25 if going else 1.0, beside.Background(background), 0.1)
     assert set(found.first.values) == {0.25}
+    assert set(found.second.values) == {1.0}
 
 
 def test_work_that_fails_in_the_background_is_raised():
     def background(wanted):
-        yield 1.0
         raise StoreError("the disk is gone")
 
     with pytest.raises(StoreError, match="gone"), beside.Background(background).running():

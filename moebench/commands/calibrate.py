@@ -20,6 +20,7 @@ from moebench.config import option
 from moebench.errors import UsageError
 from moebench.geometry import EMBEDDED, embedded_folder
 from moebench.hardware import HardwareProfile
+from moebench.harness.isolate import WAITING
 from moebench.plugins import home
 from moebench.progress import progress_bar
 from moebench.units import GIB
@@ -67,6 +68,7 @@ def main(words: Sequence[str]) -> int:
 
 def _measured(options: CalibrateOptions, folder: Path) -> dict[str, Any]:
     """The profile as plain data."""
+    os.environ.update({**WAITING, **os.environ})  # as runs have it, before torch is loaded
     from moebench.harness.assets import load_live
     from moebench.probes import host
     from moebench.probes.record import Record

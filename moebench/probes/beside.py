@@ -18,7 +18,6 @@ import numpy as np
 from moebench.probes.file import ProbeFile
 from moebench.probes.reads import Reader
 from moebench.probes.samples import Samples, rates
-from moebench.store.engines import open_engine
 from moebench.units import GB, KIB, MIB
 
 READ, DEPTH, UNIT, WRITTEN = MIB, 8, 256 * KIB, 8 * MIB
@@ -35,38 +34,36 @@ class Both:
 
 
 class Background:
-    """Work that a thread repeats while a ``with`` block runs; ``rate`` is what it reached then, per second."""
+    """Work that a thread does while a ``with`` block runs: ``work(wanted)`` goes on while ``wanted()`` says so, and
+    returns the ``rate`` that it reached.
+    """
 
-    def __init__(self, work: Callable[[Callable[[], bool]], Iterator[float]]) -> None:
+    def __init__(self, work: Callable[[Callable[[], bool]], float]) -> None:
         self._work, self.rate = work, 0.0
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """The block begins once the first piece of work is done."""
-        going, started, failed = threading.Event(), threading.Event(), []
-        going.set()
+        """The block begins once the work has."""
+        begun, over, failed = threading.Event(), threading.Event(), []
+
+        def wanted() -> bool:
+            begun.set()
+            return not over.is_set()
 
         def run() -> None:
-            amount, begun = 0.0, time.perf_counter()
             try:
-                for done in self._work(going.is_set):
-                    if not started.is_set():
-                        started.set()
-                        amount, begun = -done, time.perf_counter()
-                    amount += done
+                self.rate = self._work(wanted)
             except Exception as error:  # raised where it is waited for
                 failed.append(error)
-            finally:
-                self.rate = amount / max(1e-9, time.perf_counter() - begun)
-                started.set()
+            begun.set()
 
         thread = threading.Thread(target=run)
         thread.start()
-        started.wait()
+        begun.wait()
         try:
             yield
         finally:
-            going.clear()
+            over.set()
             thread.join()
         if failed:
             raise failed[0]
@@ -89,27 +86,22 @@ def shares(foreground: Callable[[float], float], background: Background, seconds
 
 def reading(file: ProbeFile, size: int = READ, depth: int = DEPTH) -> Background:
     """Direct reads of ``size`` bytes, ``depth`` of them queued, each hashed, as an engine's threads do."""
-    reader, pack = Reader(file, "direct"), file.pack(size)
-
-    def read(wanted: Callable[[], bool]) -> Iterator[float]:
-        with open_engine("direct", pack) as engine:
-            for _ in reader.stream(engine, pack, depth, wanted):
-                yield size / GB
-
-    return Background(read)
+    file.pack(size)  # what has to be hashed is, before
+    reader = Reader(file, "direct")
+    return Background(lambda wanted: reader.flow(size, depth, wanted))
 
 
 def copying() -> Background:
-    """Copies of 1 MiB from one large area to another."""
+    """Copies of 1 MiB from one large area to another, by one thread; GB/s, bytes counted once."""
     source, target = np.ones(128 * MIB, np.uint8), np.zeros(128 * MIB, np.uint8)
 
-    def copy(wanted: Callable[[], bool]) -> Iterator[float]:
-        at = 0
-        while wanted() or not at:
-            start = at % 128 * MIB
+    def copy(wanted: Callable[[], bool]) -> float:
+        done, begun = 0, time.perf_counter()
+        while wanted():
+            start = done % 128 * MIB
             np.copyto(target[start : start + MIB], source[start : start + MIB])
-            at += 1
-            yield MIB / GB
+            done += 1
+        return done * MIB / GB / (time.perf_counter() - begun)
 
     return Background(copy)
 

@@ -5,12 +5,12 @@ Knows the clock and the kernels; reads no sensor.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 
 import numpy as np
 
+from moebench.machine import cores
 from moebench.probes.kernels import Expert
 from moebench.probes.samples import Samples
 
@@ -19,16 +19,16 @@ INTERVALS, ENDS = 20, 4
 
 def sustained(seconds: float) -> Samples:
     """Rates of the last fifth of ``seconds`` over the median of the first fifth, a sample for each twentieth."""
-    cores = os.cpu_count() or 1
-    experts = [Expert("int4", 2048, 768).work(1) for _ in range(cores)]
-    done, stop = np.zeros(cores, np.int64), threading.Event()
+    count = cores()
+    experts = [Expert("int4", 2048, 768).work(1) for _ in range(count)]
+    done, stop = np.zeros(count, np.int64), threading.Event()
 
     def work(index: int) -> None:
         while not stop.is_set():
             experts[index]()
             done[index] += 1
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(cores)]
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(count)]
     for thread in threads:
         thread.start()
     rates = []

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from moebench.machine import detect
+from moebench.machine import cores, detect
 from moebench.probes import beside, drift, faults, kernels, memory
 from moebench.probes.beside import Background
 from moebench.probes.file import ProbeFile
@@ -52,8 +52,8 @@ def measure(where: Where, record: Record) -> dict[str, Any]:
     """The profile as plain data. Raises where not even random direct reads can be measured."""
     from moebench.backends.torch_threads import torch_threads
 
-    machine, ram = detect(), psutil.virtual_memory()
-    with tempfile.TemporaryDirectory(dir=where.folder, prefix=".moebench-") as folder, torch_threads(1):
+    machine, ram, threads = detect(), psutil.virtual_memory(), computing()
+    with tempfile.TemporaryDirectory(dir=where.folder, prefix=".moebench-") as folder, torch_threads(threads):
         file = ProbeFile(Path(folder), where.file_bytes // PAGE * PAGE)
         storage, reads = _storage(file, record)
         bandwidth, compute = _memory(record), _compute(record)
@@ -82,6 +82,11 @@ def measure(where: Where, record: Record) -> dict[str, Any]:
         "curves": record.curves,
         "unmeasured": record.unmeasured,
     }
+
+
+def computing() -> int:
+    """Processor threads that compute in a measured run that is not told otherwise."""
+    return max(1, cores() - 1)
 
 
 def _storage(file: ProbeFile, record: Record) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -148,17 +153,23 @@ def _stream(record: Record) -> dict[str, Any]:
     """What weights stream at where the processor is the device."""
     with record.part("bandwidth.device_gb_s", 0.01, needed=True) as seconds:
         stored = kernels.Expert("int4", 2048, 768).gb_s(seconds)
-    return record.number(stored, "GB/s", "stored bytes of int4 experts of 2048 x 768 on one row, one thread")
+    return record.number(
+        stored, "GB/s", f"stored bytes of int4 experts of 2048 x 768 on one row, threads: {computing()}"
+    )
 
 
 def _compute(record: Record) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with record.part("compute.bf16_tflops", 0.01, needed=True) as seconds:
         bf16 = kernels.products(seconds)
-        found["bf16_tflops"] = record.number(bf16, "TFLOP/s", "products of 512 rows with 2048 x 2048, one thread")
+        found["bf16_tflops"] = record.number(
+            bf16, "TFLOP/s", f"products of 512 rows with 2048 x 2048, threads: {computing()}"
+        )
     with record.part("compute.int4_tflops", 0.01, needed=True) as seconds:
         int4 = kernels.Expert("int4", 2048, 768).tflops(32, seconds)
-        found["int4_tflops"] = record.number(int4, "TFLOP/s", "int4 experts of 2048 x 768 on 32 rows, one thread")
+        found["int4_tflops"] = record.number(
+            int4, "TFLOP/s", f"int4 experts of 2048 x 768 on 32 rows, threads: {computing()}"
+        )
         found["cpu_tflops"] = dict(found["int4_tflops"])  # the processor is the device here
     with record.part("compute.rans_gb_s", 0.01) as seconds:
         text = "decoded bytes of int4 experts, one thread on each core"
@@ -169,14 +180,14 @@ def _compute(record: Record) -> dict[str, Any]:
         for width in WIDTHS:
             squares = kernels.Squares(width)
             points |= {(2 * width * width, rows): squares.times(rows, each) for rows in DENSE_ROWS}
-        record.curve("dense", points, "bf16 products, one thread, weights gone through in turn", KIB)
+        record.curve("dense", points, f"bf16 products, weights gone through in turn, threads: {computing()}", KIB)
     for kind in QUANTS:
         with record.part(f"experts.{kind}", 0.045) as seconds:
             each, points = seconds / len(SHAPES) / len(EXPERT_ROWS), {}
             for hidden, intermediate in SHAPES:
                 expert = kernels.Expert(kind, hidden, intermediate)
                 points |= {(expert.nbytes, rows): expert.times(rows, each) for rows in EXPERT_ROWS}
-            text = f"{kind} experts through moebench's experts function, one thread, gone through in turn; sizes are "
+            text = f"{kind} experts by moebench's experts function in turn, threads: {computing()}, sizes: "
             record.curve(f"experts.{kind}", points, text + ", ".join(f"{h} x {i}" for h, i in SHAPES), KIB)
     return found
 
@@ -194,7 +205,7 @@ def _contention(file: ProbeFile, path: Path, record: Record, storage: dict[str, 
     def both(background: Background, seconds: float) -> beside.Both:
         return beside.shares(speed, background, seconds)
 
-    what = "int4 experts of 2048 x 768 on one thread"
+    what = f"int4 experts of 2048 x 768, threads: {computing()}"
     with record.part("compute.beside_reads", 0.03) as seconds:
         found = both(beside.reading(file), seconds)
         text = "over its rate alone, beside direct reads of 1 MiB, 8 queued"
@@ -243,7 +254,7 @@ def _live(
         from moebench.probes.live import Passes
 
         model = load()
-        passes = Passes(open_backend("torch", model), model.pack, model.geometry.vocabulary)
+        passes = Passes(open_backend("torch", model, threads=computing()), model.pack, model.geometry.vocabulary)
         contexts = [context for context in CONTEXTS if context + 8 * max(PASS_ROWS) <= model.positions]
         points = [(context, rows) for context in contexts for rows in PASS_ROWS]
         layers, rest = {}, []
@@ -252,7 +263,9 @@ def _live(
             layers[context, rows] = Samples(tuple(layer for layer, _ in each))
             rest += [beyond for _, beyond in each] if rows == 1 else []
         name = model.geometry.name
-        record.curve("layers", layers, f"layers of {name} in row-invariant numerics, one thread, without their experts")
+        record.curve(
+            "layers", layers, f"layers of {name}, row-invariant, without their experts, threads: {computing()}"
+        )
         floor = layers[contexts[min(1, len(contexts) - 1)], 1]
         text = f"a layer of {name} on one row without its experts: the library's own time, {contexts[1]} tokens cached"
         stack["layer_floor_us"] = record.number(floor, "us", text)

@@ -1,4 +1,4 @@
-"""What one thread computes: dense products, and experts by moebench's own function, of several sizes and rows.
+"""What the processor computes: dense products, and experts by moebench's own function, of several sizes and rows.
 
 Weights are gone through one after another, as many as a model would have, so that large ones come from memory and
 small ones from where a small model's lie. Knows kernels and byte layouts; knows no model.
@@ -6,12 +6,12 @@ small ones from where a small model's lie. Knows kernels and byte layouts; knows
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from moebench.machine import cores
 from moebench.probes.samples import Samples, rates, times
 from moebench.store.extents import place_parts
 from moebench.store.layout import QuantSpec, TensorSpec
@@ -140,9 +140,9 @@ def rans_decoding(seconds: float) -> Samples:
     decoded = np.zeros(specs[-1].offset + specs[-1].nbytes, np.uint8)
     for spec in specs:
         decoded[spec.offset : spec.offset + spec.nbytes] = parts[spec.name].reshape(-1).view(np.uint8)
-    stored, cores = coded.encode(specs, decoded), os.cpu_count() or 1
-    outs = [np.empty_like(decoded) for _ in range(8 * cores)]
-    with ThreadPoolExecutor(cores) as pool:
+    stored, count = coded.encode(specs, decoded), cores()
+    outs = [np.empty_like(decoded) for _ in range(8 * count)]
+    with ThreadPoolExecutor(count) as pool:
 
         def every() -> None:
             list(pool.map(lambda out: coded.decode(stored, out), outs))

@@ -5,20 +5,21 @@ A point is (bytes of an expert, reads at a time). Knows engines and packs; knows
 
 from __future__ import annotations
 
+import math
 import random
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from itertools import takewhile
 
 import numpy as np
 
 from moebench.probes.file import ProbeFile
 from moebench.probes.samples import Samples
-from moebench.store.block_queue import DEMAND, PREFETCH
+from moebench.store.block_queue import DEMAND
 from moebench.store.engines import ReadEngine, open_engine
 from moebench.store.pack import Pack
 from moebench.store.pages import aligned_buffer
+from moebench.store.steady import Flow
 from moebench.units import GB
 
 Point = tuple[int, int]
@@ -86,27 +87,21 @@ class Reader:
         return nbytes / spent / GB
 
     def ahead(self, size: int, depth: int, seconds: float) -> float:
-        """Prefetches: whenever one is complete the next is queued, so that ``depth`` are always under way."""
-        pack, nbytes = self.file.pack(size), 0
+        """Whenever one is complete the next is begun, so that ``depth`` are always under way."""
+        pack = self.file.pack(size)
         with open_engine(self.engine, pack) as engine:
-            begun = time.perf_counter()
-            for _ in self.stream(engine, pack, depth, lambda: time.perf_counter() < begun + seconds):
-                nbytes += size
-            return nbytes / (time.perf_counter() - begun) / GB
+            return Flow(engine, self._endless(pack), self._room(pack.slot_bytes, depth), seconds).run()
 
-    def stream(self, engine: ReadEngine, pack: Pack, depth: int, wanted: Callable[[], bool]) -> Iterator[None]:
-        """Keep ``depth`` reads queued while they are ``wanted``; yields as each is complete."""
-        queue: deque[tuple[Future[int], np.ndarray]] = deque()
-        free = list(self._room(pack.slot_bytes, depth))
+    def flow(self, size: int, depth: int, wanted: Callable[[], bool]) -> float:
+        """The same while it is ``wanted``."""
+        pack = self.file.pack(size)
+        with open_engine(self.engine, pack) as engine:
+            keys = takewhile(lambda _: wanted(), self._endless(pack))
+            return Flow(engine, keys, self._room(pack.slot_bytes, depth), math.inf).run()
+
+    def _endless(self, pack: Pack) -> Iterator[int]:
         while True:
-            while free and (wanted() or not queue):
-                queue.append((engine.submit(self._draw.randrange(pack.keys), free[-1], PREFETCH), free.pop()))
-            future, buffer = queue.popleft()
-            future.result()
-            free.append(buffer)
-            yield None
-            if not queue and not wanted():
-                return
+            yield self._draw.randrange(pack.keys)
 
     def _demand(self, engine: ReadEngine, pack: Pack, keys: Sequence[int]) -> float:
         """Seconds from the first submission until all have arrived."""
