@@ -21,6 +21,8 @@ def sustained(seconds: float) -> Samples:
     """Rates of the last fifth of ``seconds`` over the median of the first fifth, a sample for each twentieth."""
     count = cores()
     experts = [Expert("int4", 2048, 768).work(1) for _ in range(count)]
+    for warm in experts:
+        warm()
     done, stop = np.zeros(count, np.int64), threading.Event()
 
     def work(index: int) -> None:
