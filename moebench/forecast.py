@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 from moebench.errors import MoebenchError
 from moebench.machine import Machine
+from moebench.result import Row
 from moebench.validation import quantile
 
 SCHEMA = 1
@@ -92,9 +93,14 @@ def write(path: Path, record: Record) -> None:
     partial.replace(path)
 
 
-def told(hw: str, home: Path, machine: Machine) -> str:
-    """One line for the modeled numbers of profile ``hw``."""
-    own, known = read(home), shipped()
+def told(rows: Iterable[Row], home: Path, machine: Machine) -> dict[str, str]:
+    """For each machine that ``rows`` model a line on what its forecasts were off by."""
+    names = dict.fromkeys(row.hw for row in rows if row.protocol.get("clock") == "virtual")
+    return {hw: _told(hw, read(home), machine) for hw in names}
+
+
+def _told(hw: str, own: Sequence[Record], machine: Machine) -> str:
+    known = shipped()
     for record in (*own, *known):
         if record.is_of(hw, machine):
             return f"modeled on {hw}: forecast error of {record.band}"

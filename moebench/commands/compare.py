@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +14,10 @@ from moebench.commands.places import writable_folder
 from moebench.commands.words import describe, parse
 from moebench.config import RunConfig, option
 from moebench.errors import UsageError, unknown
+from moebench.forecast import told
 from moebench.harness.plan import plan as cells
-from moebench.plugins import Registry, load_plugins
+from moebench.machine import detect
+from moebench.plugins import Registry, home, load_plugins
 from moebench.result import Row
 
 INTERRUPTED = 130  # as a shell says it of a command that Ctrl-C ended
@@ -54,47 +55,37 @@ def main(words: Sequence[str]) -> int:
     compose.register_groups(registry)
     configs = plan(options, [word for word in words if word not in own], registry)
     writable_folder(configs[0].out)
-    rows, missing = _run(configs, options.workers, registry)
-    return _finish(rows, missing, named(options, registry), registry)
+    rows, missing, lost = _run(configs, options.workers, registry)
+    return _finish(rows, missing, named(options, registry), registry) or int(lost)
 
 
-def _run(configs: Sequence[RunConfig], workers: int, registry: Registry) -> tuple[list[Row], list[str]]:
-    """All rows in the order of ``configs``, each written when it comes; and the cells that Ctrl-C left out."""
+def _run(configs: Sequence[RunConfig], workers: int, registry: Registry) -> tuple[list[Row], list[str], bool]:
+    """All rows in the order of ``configs``, each written when it comes; the cells that Ctrl-C left out; and whether a
+    row could not be written.
+    """
     from moebench import harness
 
     arms = harness.arms(configs, registry)
     done: dict[int, list[Row]] = {}
-    with _stopped_alike():
-        try:
-            with closing(harness.run_arms(arms, workers)) as coming:
-                for at, rows in coming:
-                    done[at] = rows
-                    for row in [row for row in rows if row.workload["kind"] != "published"]:  # nobody ran that one here
-                        path = result.write(row, Path(arms[at].config.out))
-                        print(f"{len(done)} of {len(arms)}: {arms[at].name}, wrote {path}", file=sys.stderr)
-        except KeyboardInterrupt:
-            pass
-    return [row for at in sorted(done) for row in done[at]], [a.name for n, a in enumerate(arms) if n not in done]
-
-
-@contextmanager
-def _stopped_alike() -> Iterator[None]:
-    """Inside, being asked to end (SIGTERM) is what Ctrl-C is."""
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    lost = False
+    with suppress(KeyboardInterrupt), closing(harness.run_arms(arms, workers)) as coming:
+        for at, rows in coming:
+            done[at] = rows
+            for row in [row for row in rows if row.workload["kind"] != "published"]:  # nobody ran that one here
+                try:
+                    told = f"wrote {result.write(row, Path(arms[at].config.out))}"
+                except OSError as error:
+                    told, lost = f"not written: {error}", True
+                print(f"{len(done)} of {len(arms)}: {arms[at].name}, {told}", file=sys.stderr)
+    rows = [row for at in sorted(done) for row in done[at]]
+    return rows, [a.name for n, a in enumerate(arms) if n not in done], lost
 
 
 def _finish(rows: Sequence[Row], missing: Sequence[str], asked: Sequence[str], registry: Registry) -> int:
     from moebench.report.comparison import print_comparison
 
-    print_comparison(rows, {name: registry.role(name) for name in registry.systems}, sys.stdout)
+    roles = {name: registry.role(name) for name in registry.systems}
+    print_comparison(rows, roles, sys.stdout, forecasts=told(rows, home(), detect()))
     if missing:
         print(f"stopped: {len(missing)} not run: {', '.join(missing)}")
     print(result.stdout_document(rows))

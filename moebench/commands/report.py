@@ -15,6 +15,7 @@ from moebench.config import option
 from moebench.errors import MoebenchError
 from moebench.plugins import Registry
 from moebench.result import Row
+from moebench.scratch import whole_file
 
 TABLES = "report.tables"
 
@@ -31,7 +32,9 @@ def main(words: Sequence[str]) -> int:
     """Read, build and write; the last line on stdout is the document."""
     from moebench import results
     from moebench.commands.command_line import command
-    from moebench.plugins import load_plugins
+    from moebench.forecast import told
+    from moebench.machine import detect
+    from moebench.plugins import home, load_plugins
     from moebench.report import build as report
     from moebench.report.groups import newest
 
@@ -53,6 +56,7 @@ def main(words: Sequence[str]) -> int:
         commands={row.id: command(row, registry) for row in found},
         profiles=profiles,
         unknown=unknown,
+        forecasts=told(rows, home(), detect()),
         left_out=[*left, *older],
     )
     files = report.build(rows, sources)
@@ -107,8 +111,7 @@ def _write(files: dict[str, str], out: Path) -> list[Path]:
     written = []
     for name, text in files.items():
         path = out / name
-        partial = path.with_name(f".{path.name}.tmp")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        with whole_file(path) as file:
+            file.write(text.encode())
         written.append(path)
     return written

@@ -19,9 +19,12 @@ from moebench.commands import compose
 from moebench.commands.places import writable_folder
 from moebench.commands.words import describe
 from moebench.config import RunConfig
-from moebench.errors import UsageError
-from moebench.plugins import load_plugins
+from moebench.errors import MoebenchError, UsageError
+from moebench.forecast import told
+from moebench.machine import detect
+from moebench.plugins import home, load_plugins
 from moebench.report.table import print_table
+
 
 FLAGS = """
 flags:
@@ -29,6 +32,14 @@ flags:
   --cfg job        print the resolved configuration and stop
   --info           print where the configuration comes from and stop
 """
+
+
+class Unwritten(MoebenchError):
+    """A row that could not be written; ``rows`` are all of its run, for the table and the document."""
+
+    def __init__(self, reason: str, rows: list[result.Row]) -> None:
+        super().__init__(reason)
+        self.rows = rows
 
 
 def main(words: Sequence[str]) -> int:
@@ -65,6 +76,9 @@ def main(words: Sequence[str]) -> int:
         config = compose.from_hydra(composed, registry)
         try:
             rows.extend(run_cell(config))
+        except Unwritten as error:
+            rows.extend(error.rows)
+            failures.append((" ".join(HydraConfig.get().overrides.task), error))
         except Exception as error:
             if config.debug:
                 traceback.print_exc()
@@ -76,6 +90,8 @@ def main(words: Sequence[str]) -> int:
     if parsed.cfg or parsed.info:
         return 0
     if failures and not parsed.multirun:
+        if rows:
+            finish(rows)
         raise failures[0][1]
     for job_words, failure in failures:
         print(f"moebench: error: {job_words}: {' '.join(str(failure).split())}", file=sys.stderr)
@@ -106,13 +122,16 @@ def run_cell(config: RunConfig, strict: bool = True) -> list[result.Row]:
     for row in rows:
         if row.workload["kind"] == "published":  # it stands in the system's own folder, nobody ran it here
             continue
-        print(f"wrote {result.write(row, Path(config.out))}", file=sys.stderr)
+        try:
+            print(f"wrote {result.write(row, Path(config.out))}", file=sys.stderr)
+        except OSError as error:
+            raise Unwritten(f"{error}; the row stands in the table and in the document alone", rows) from error
     return rows
 
 
 def finish(rows: Sequence[result.Row], asked: Collection[str] | None = None) -> int:
     """Print the table and, as the last line, the document; 1 when a row failed, of the systems ``asked`` if given."""
-    print_table(rows, sys.stdout)
+    print_table(rows, sys.stdout, forecasts=told(rows, home(), detect()))
     print(result.stdout_document(rows))
     return int(any(row.status == "failed" and (asked is None or row.system in asked) for row in rows))
 

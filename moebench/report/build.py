@@ -27,13 +27,14 @@ TITLE = "moebench report"
 @dataclass(frozen=True)
 class Sources:
     """What a report says beside the rows: each system's role, each row's command (by id), the machines' profiles, why a
-    profile is missing, and what was left out of the report.
+    profile is missing, what forecasts are off by on a machine, and what was left out of the report.
     """
 
     roles: Mapping[str, str] = field(default_factory=dict)
     commands: Mapping[str, str] = field(default_factory=dict)
     profiles: Mapping[str, HardwareProfile] = field(default_factory=dict)
     unknown: Mapping[str, str] = field(default_factory=dict)
+    forecasts: Mapping[str, str] = field(default_factory=dict)
     left_out: Sequence[str] = ()
 
 
@@ -44,7 +45,8 @@ def build(rows: Sequence[Row], sources: Sources) -> dict[str, str]:
     sections: list[Section] = []
     taken: set[str] = set()
     for group in found:
-        sections += chapter(group, _slug(f"{group.hw}-{group.model}", taken), looks, sources.commands)
+        slug, off = _slug(f"{group.hw}-{group.model}", taken), sources.forecasts.get(group.hw, "")
+        sections += chapter(group, slug, looks, sources.commands, off)
     sections += _common(found, sources)
     files = {
         "report.html": page(TITLE, _head(found), sections, any(section.figures for section in sections)),

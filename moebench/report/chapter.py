@@ -20,14 +20,15 @@ ONE_BUDGET = "The figures show each system at one budget, the one that most of t
 Draw = Callable[[Sequence[Named], str], Sequence[Figure | None]]
 
 
-def chapter(group: Group, slug: str, looks: Looks, commands: Mapping[str, str]) -> list[Section]:
+def chapter(group: Group, slug: str, looks: Looks, commands: Mapping[str, str], forecast: str = "") -> list[Section]:
     """All sections of a group; ``slug`` begins the names of all that is in it, ``commands`` maps a row's id to its
-    command. What no row can fill is left out, but for the curves over budgets: there it says how to make some.
+    command, ``forecast`` says what modeled numbers of this machine are off by. What no row can fill is left out, but
+    for the curves over budgets: there it says how to make some.
     """
     pictures = group.pictures
     swept = {name: one_budget(rows) for name, rows in pictures.items()}
     only = ONE_BUDGET if any(len(swept[name]) < len(rows) for name, rows in pictures.items()) else ""
-    sections = [Section(slug, group.title, grids=(tables.results(group, slug),))]
+    sections = [Section(slug, group.title, grids=(tables.results(group, slug, forecast),))]
 
     def part(
         name: str, title: str, text: str, grids: Sequence[Grid | None] = (), figures: Sequence[Figure] = ()

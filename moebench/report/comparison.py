@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moebench.report.groups import PUBLISHED, ROLES
-from moebench.report.table import HEADINGS, LEGEND, MARKS, number
+from moebench.report.table import HEADINGS, LEGEND, MARKS, NOTHING, number
 from moebench.result import Row
 
 COLUMNS = {  # a metric and its heading here
@@ -47,8 +47,16 @@ class Form:
 FORMS = (Form(intervals=True), Form(), Form(mark=""), Form(gap=1, mark=""), Form(gap=1, mark="", decimals=4))
 
 
-def print_comparison(rows: Sequence[Row], roles: Mapping[str, str], stream: TextIO, width: int | None = None) -> None:
-    """Print one table for each model. ``roles`` maps a system to one of ``ROLES``; others are systems."""
+def print_comparison(
+    rows: Sequence[Row],
+    roles: Mapping[str, str],
+    stream: TextIO,
+    width: int | None = None,
+    forecasts: Mapping[str, str] = NOTHING,
+) -> None:
+    """Print one table for each model. ``roles`` maps a system to one of ``ROLES``, others are systems; ``forecasts``
+    says of machines what modeled numbers of theirs are off by.
+    """
     console = Console(file=stream, width=width, highlight=False)
     for model in dict.fromkeys(row.model for row in rows):
         found = [row for row in rows if row.model == model]
@@ -59,7 +67,7 @@ def print_comparison(rows: Sequence[Row], roles: Mapping[str, str], stream: Text
             console.print(table)
         here = {roles.get(row.system) for row in found}
         bounds = "   ".join(f"{role}: {text}" for role, text in BOUNDS.items() if role in here)
-        for line in filter(None, [LEGEND, bounds, *_notes(found, ran)]):
+        for line in filter(None, [LEGEND, *forecasts.values(), bounds, *_notes(found, ran)]):
             wrapped = textwrap.wrap(line, console.width, subsequent_indent="  ", break_on_hyphens=False)
             console.print(Text("\n".join(wrapped)))
         console.print()

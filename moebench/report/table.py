@@ -7,7 +7,8 @@ for all rows stands above the table once. Knows rows, no files.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TextIO
 
 from rich import box
@@ -45,11 +46,16 @@ HEADINGS = {
     "quality_delta": "quality delta pt",
 }
 OF_SOME = ("host_rate", "accepted_per_round", "verified_per_token")  # lines that only appear where they mean something
+NOTHING: Mapping[str, str] = MappingProxyType({})
 LABELS = ("system", "fidelity", "model", "workload")
 
 
-def print_table(rows: Sequence[Row], stream: TextIO, width: int | None = None) -> None:
-    """Print rows for people, then the legend, the reasons for missing values, failures and assumptions."""
+def print_table(
+    rows: Sequence[Row], stream: TextIO, width: int | None = None, forecasts: Mapping[str, str] = NOTHING
+) -> None:
+    """Print rows for people, then the legend, the reasons for missing values, failures and assumptions. ``forecasts``
+    says of machines what modeled numbers of theirs are off by.
+    """
     console = Console(file=stream, width=width, highlight=False, soft_wrap=False)
     if not rows:
         console.print("no rows")
@@ -67,7 +73,7 @@ def print_table(rows: Sequence[Row], stream: TextIO, width: int | None = None) -
         for part in _chunks(rows, labels, names, console.width):
             console.print(_tall(part, labels, names))
     console.print(Text(LEGEND))
-    for line in _notes(rows, names):
+    for line in (*forecasts.values(), *_notes(rows, names)):
         console.print(Text(line))
 
 

@@ -18,12 +18,12 @@ TIMES = ("p50 ms", "p95 ms", "p99 ms")
 FEW = f"a 99th percentile needs {P99_MINIMUM} steps"
 
 
-def results(group: Group, slug: str) -> Grid:
-    """Every system with every metric; what no row has is said once below."""
+def results(group: Group, slug: str, forecast: str = "") -> Grid:
+    """Every system with every metric; what no row has is said once below, and what a forecast is off by."""
     shown = [name for name in METRICS if any(_value(named, name) is not None for named in group.rows)]
     columns = [Column("system"), Column("role"), Column("fidelity"), Column("workload")]
     rows = [(*_labels(named), *(_metric(named, name) for name in shown)) for named in group.rows]
-    remarks: list[str] = []
+    remarks = [forecast] if forecast else []
     absent: dict[str, list[str]] = {}
     for name in METRICS:
         found = [named.row.metrics[name] for named in group.rows if named.drawn and name in named.row.metrics]
