@@ -27,15 +27,15 @@ TITLE = "moebench report"
 @dataclass(frozen=True)
 class Sources:
     """What a report says beside the rows: each system's role, each row's command (by id), the machines' profiles, why a
-    profile is missing, what forecasts are off by on a machine, and what was left out of the report.
+    profile is missing, what was left out of the report, and what forecasts are off by on a machine.
     """
 
     roles: Mapping[str, str] = field(default_factory=dict)
     commands: Mapping[str, str] = field(default_factory=dict)
     profiles: Mapping[str, HardwareProfile] = field(default_factory=dict)
     unknown: Mapping[str, str] = field(default_factory=dict)
-    forecasts: Mapping[str, str] = field(default_factory=dict)
     left_out: Sequence[str] = ()
+    forecasts: Mapping[str, str] = field(default_factory=dict)
 
 
 def build(rows: Sequence[Row], sources: Sources) -> dict[str, str]:
