@@ -93,7 +93,7 @@ def _storage(file: ProbeFile, record: Record) -> tuple[dict[str, Any], dict[str,
     with record.part("storage.write_gb_s", 0.0, needed=True):
         found = {"write_gb_s": record.number(file.write(), "GB/s", "sequential writes, synced each 128 MiB")}
     direct, method = Reader(file, "direct"), "random experts by engine {}, hashed; a demand of so many at a time"
-    with record.part("read_curve", 0.18, needed=True) as seconds:
+    with record.part("read_curve", 0.16, needed=True) as seconds:
         points = grid(_points(SIZES, DEPTHS, file), direct.cold, seconds)
         reads = record.table(points, method.format("direct"), ("sizes_kib", "depths"), "GB/s", KIB)
     few = _points(FEW_SIZES, FEW_DEPTHS, file)
@@ -106,7 +106,7 @@ def _storage(file: ProbeFile, record: Record) -> tuple[dict[str, Any], dict[str,
         ("ahead", "direct", "ahead"),
         ("sequential", "direct", "sequential"),
     ):
-        with record.part(name, 0.025) as seconds:
+        with record.part(name, 0.02) as seconds:
             text = method.format(engine)
             text += {"cold": "", "warm": ", all cached", "ahead": ", as prefetches", "sequential": ", in order"}[state]
             work = getattr(Reader(file, engine), state)
@@ -174,7 +174,7 @@ def _compute(record: Record) -> dict[str, Any]:
     with record.part("compute.rans_gb_s", 0.01) as seconds:
         text = "decoded bytes of int4 experts, one thread on each core"
         found["rans_gb_s"] = record.number(kernels.rans_decoding(seconds), "GB/s", text)
-    with record.part("dense", 0.04) as seconds:
+    with record.part("dense", 0.03) as seconds:
         each = seconds / len(WIDTHS) / len(DENSE_ROWS)
         points: dict[tuple[int, int], Samples] = {}
         for width in WIDTHS:
@@ -182,7 +182,7 @@ def _compute(record: Record) -> dict[str, Any]:
             points |= {(2 * width * width, rows): squares.times(rows, each) for rows in DENSE_ROWS}
         record.curve("dense", points, f"bf16 products, weights gone through in turn, threads: {computing()}", KIB)
     for kind in QUANTS:
-        with record.part(f"experts.{kind}", 0.045) as seconds:
+        with record.part(f"experts.{kind}", 0.035) as seconds:
             each, points = seconds / len(SHAPES) / len(EXPERT_ROWS), {}
             for hidden, intermediate in SHAPES:
                 expert = kernels.Expert(kind, hidden, intermediate)
@@ -287,7 +287,7 @@ def _live(
 
 
 def _sustained(record: Record, compute: dict[str, Any]) -> None:
-    with record.part("compute.sustained", 0.15) as seconds:
+    with record.part("compute.sustained", 0.24) as seconds:
         text = f"int4 experts on every core, rate at the end of {seconds:.0f} s under load over the rate at its start"
         compute["sustained"] = record.number(drift.sustained(seconds), "share", text)
 
