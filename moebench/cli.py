@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from moebench.commands.words import respell
 from moebench.errors import UsageError, unknown
@@ -47,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = respell(sys.argv[1:] if argv is None else argv)
     debug = "debug=true" in words
     try:
-        return _dispatch(words)
+        with _stopped_alike():
+            return _dispatch(words)
     except KeyboardInterrupt as stop:
         return _fail(str(stop) or "stopped by Ctrl-C", 1)
     except BrokenPipeError:
@@ -78,6 +82,25 @@ def _dispatch(words: list[str]) -> int:
         raise unknown("command", words[0], COMMANDS)
     module = importlib.import_module(f"moebench.commands.{words[0].replace('-', '_')}")
     return int(module.main(words[1:]))
+
+
+@contextmanager
+def _stopped_alike() -> Iterator[None]:
+    """Inside, being asked to end and a terminal that goes away are what Ctrl-C is, so that nothing is left behind."""
+
+    def stop(number: int, _: object) -> None:
+        raise KeyboardInterrupt(f"stopped by {signal.Signals(number).name}")
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+                before[number] = signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _fail(message: str, code: int) -> int:

@@ -36,7 +36,7 @@ def own_file(path: Path) -> Iterator[BinaryIO]:
     fd = _locked(path, lambda: os.open(path, os.O_RDWR | os.O_CREAT, 0o644))
     try:
         os.ftruncate(fd, 0)
-        with os.fdopen(os.dup(fd), "wb") as file:
+        with _named(path), os.fdopen(os.dup(fd), "wb") as file:
             yield file
     finally:
         if _names(path, fd):
@@ -56,11 +56,23 @@ def own_folder(path: Path) -> Iterator[Path]:
     try:
         for entry in path.iterdir():  # of a process that died
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
-        yield path
+        with _named(path):
+            yield path
     finally:
         if _names(path, fd):
             shutil.rmtree(path, ignore_errors=True)
         os.close(fd)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """A write that fails, on a full disk for one, does not say where: it was at ``path``."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise type(error)(error.errno, error.strerror, str(path)) from error
+        raise
 
 
 def _locked(path: Path, opened) -> int:  # type: ignore[no-untyped-def]

@@ -204,7 +204,9 @@ def test_a_disk_that_fills_up_says_what_is_needed_and_resumes(tmp_path, monkeypa
         return real(fd, data[: max(1, len(data) // 2)], offset)  # short writes are legal
 
     monkeypatch.setattr(partial_module.os, "pwrite", pwrite)
-    with pytest.raises(StoreError, match=r"not enough space, \d+ bytes .* are needed and \d+ are free") as caught:
+    with pytest.raises(
+        StoreError, match=r"not enough space, its experts take \d+ bytes .*, and \d+ bytes .* are free"
+    ) as caught:
         make(tmp_path / "p")
     assert "p.partial" in str(caught.value)
     assert not (tmp_path / "p").exists()
@@ -234,7 +236,7 @@ def test_a_damaged_pack_in_the_way_is_said_to_be_removed(tmp_path):
 def test_a_disk_without_room_is_noticed_before_the_first_expert_is_written(tmp_path, monkeypatch):
     usage = partial_module.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(partial_module.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(StoreError, match=r"147456 bytes .* are needed and 1000 are free"):
+    with pytest.raises(StoreError, match=r"its experts take 147456 bytes .*, and 1000 bytes .* are free"):
         make(tmp_path / "p")
 
 

@@ -25,7 +25,6 @@ from moebench.machine import detect
 from moebench.plugins import home, load_plugins
 from moebench.report.table import print_table
 
-
 FLAGS = """
 flags:
   -m, --multirun   run every combination of comma-separated values, such as system=lru,lfu

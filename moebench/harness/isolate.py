@@ -180,6 +180,7 @@ def _end_with_parent() -> None:
 
 def answer() -> None:
     """The other side: read tasks from stdin, and write what became of each to stdout, until there are no more."""
+    _end_with_parent()
     result_file = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a system prints must not stand between the results' bytes
     with suppress(EOFError, BrokenPipeError):  # the parent is done, or gone

@@ -80,6 +80,7 @@ class PartialPack:
 
     def record_dense(self, facts: dict[str, Any]) -> None:
         """Sync the dense file and note that it is complete."""
+        self.dense = facts
         with open(self.path / DENSE, "rb") as file:
             os.fsync(file.fileno())
         self._record({"dense": facts})
@@ -135,10 +136,12 @@ class PartialPack:
             os.close(self._experts)
             self._journal.close()
 
-    def _no_space(self, needed: int, free: int) -> str:
+    def _no_space(self, experts: int, free: int) -> str:
+        dense = f"{human_bytes(self.dense['nbytes'])} of dense weights" if self.dense else "its dense weights"
         return (
-            f"{self.target}: not enough space, {needed} bytes ({human_bytes(needed)}) are needed and {free} are free; "
-            f"make room and run the same command to resume, or remove {self.path}"
+            f"{self.target}: not enough space, its experts take {experts} bytes ({human_bytes(experts)}), {dense} come "
+            f"on top, and {free} bytes ({human_bytes(free)}) are free; make room and run the same command to resume, "
+            f"or remove {self.path}"
         )
 
 

@@ -11,6 +11,7 @@ data it would have seen and ends with the numbers it would have had. Needs torch
 
 from __future__ import annotations
 
+import io
 import math
 import random
 import time
@@ -243,8 +244,9 @@ class Training:
             "seconds": self.seconds,
             "losses": self.losses,
         }
+        torch.save(held, content := io.BytesIO())  # torch's own words for a full disk say nothing
         with whole_file(self.state) as file:
-            torch.save(held, file)
+            file.write(content.getbuffer())
 
 
 def read_state(file: Path) -> dict[str, Any]:
