@@ -24,7 +24,8 @@ from moebench.yamlfile import read_yaml
 __all__ = ["NUMBERS", "SOURCES", "HardwareError", "HardwareProfile", "Quantity", "ReadCurve", "Stack", "load"]
 # name -> (unit, which machines must give it): all, those with a device of its own memory, or none: a run that needs a
 # number its machine does not give is refused. page_fault_us is one major fault of one page with its read; bandwidths
-# are what is reached, not the bus's peak. map_us makes one expert's pages visible to the accelerator; on_chip_* is the
+# are what is reached, not the bus's peak. map_us makes one expert's pages visible to the accelerator; limit_gb_s is a limit that stands before the drive, as
+# a control group or a cloud volume has it, on the mean over a tenth of a second; on_chip_* is the
 # memory inside it that its copies fill, tile_rows the rows it multiplies at a time at the least; rans_gb_s counts
 # decoded bytes where the decoder runs; cpu_tflops is arithmetic on expert weights by the host's processor. stream_gb_s
 # only reads; durable writes are 256 KiB each, on the drive before the next one. A share is what is left of a rate: of
@@ -45,6 +46,7 @@ NUMBERS = {
     "storage.page_kib": ("KiB", "all"),
     "storage.readahead_kib": ("KiB", "all"),
     "storage.map_us": ("us", "none"),
+    "storage.limit_gb_s": ("GB/s", "none"),
     "bandwidth.dram_gb_s": ("GB/s", "all"),
     "bandwidth.stream_gb_s": ("GB/s", "none"),
     "bandwidth.device_gb_s": ("GB/s", "all"),

@@ -59,8 +59,8 @@ class Watched(VirtualTimeline):
 class Cheating(Watched):
     """Reads take a tenth of their time, which storage never has to give back."""
 
-    def _spread(self, start, each, alone, waiting):
-        return super()._spread(start, [took / 10 for took in each], alone / 10, waiting)
+    def _unlimited(self, start, each, alone, waiting):
+        return super()._unlimited(start, [took / 10 for took in each], alone / 10, waiting)
 
     def _sweep(self, until) -> None:
         self._left = dict.fromkeys(self._left, 0.0)

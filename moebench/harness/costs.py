@@ -154,6 +154,7 @@ def build(
         expert_rows_s=_expert_rows_s(profile, geometry),
         beside_reads=profile.beside_reads if profile.declares("compute.beside_reads") else 1.0,
         ahead_s=_ahead_s(profile, use),
+        limit_byte_s=1 / (profile.limit_gb_s * GB) if profile.declares("storage.limit_gb_s") else 0.0,
         around_bytes=int(profile.readahead_kib * KIB / 2) if "reads.mmap" in curves and use.engine == "mmap" else 0,
     )
 

@@ -65,7 +65,17 @@ class Found:
 
     rows: list[Row] = field(default_factory=list)
     modeled: Row | None = None
-    error: str = ""
+    errors: dict[str, str] = field(default_factory=dict)  # by side
+
+    @property
+    def failed(self) -> bool:
+        """Whether measuring failed: again would be the same."""
+        return "measured" in self.errors
+
+    @property
+    def error(self) -> str:
+        """What went wrong on one side only."""
+        return "; ".join(f"{side}: {text}" for side, text in self.errors.items()) if len(self.errors) == 1 else ""
 
 
 def pairs(hw: str, wanted: dict[str, Kind], systems: Sequence[str], budgets: Sequence[str], registry: Registry,
@@ -105,7 +115,7 @@ class Validation:
         with Nursery(warm_up, live) as fresh:
             for repeat in range(self.repeats):
                 for at in range(count):
-                    if self.found[at].error:
+                    if self.found[at].failed:
                         continue
                     progress(f"measured {repeat + 1} of {self.repeats}, {at + 1} of {count}: {self._name(at)}")
                     row = self._measure(at, fresh)
@@ -119,7 +129,7 @@ class Validation:
         finally:  # whatever ended the process, its copy of a pack does not stay
             remove_dead(overlays())
         if isinstance(row, MoebenchError):
-            self.found[at].error = f"measured: {row}"
+            self.found[at].errors["measured"] = str(row)
             return None
         self._keep(at, row, modeled=False)
         return row
@@ -127,7 +137,7 @@ class Validation:
     def _keep(self, at: int, row: Row, modeled: bool) -> None:
         found = self.found[at]
         if row.status == "failed":
-            found.error = f"{'modeled' if modeled else 'measured'}: {row.error}"
+            found.errors["modeled" if modeled else "measured"] = str(row.error)
         elif modeled:
             found.modeled = row
         else:
@@ -139,7 +149,13 @@ class Validation:
 
     def compared(self) -> list[Compared]:
         """Every pair that ran, or failed on one side; one that failed on both alike is left out."""
-        return [_compared(pair, found) for pair, found in zip(self.pairs, self.found, strict=True)]
+        both = zip(self.pairs, self.found, strict=True)
+        return [_compared(pair, found) for pair, found in both if len(found.errors) < 2]
+
+    def unfit(self) -> list[str]:
+        """What ran on neither side, and why: what cannot be here is forecast to be so."""
+        ran = [(self._name(at), found.errors) for at, found in enumerate(self.found)]
+        return [f"{name}: {errors['measured']}" for name, errors in ran if len(errors) == 2]
 
 
 def warm_up(live: bool) -> None:

@@ -41,7 +41,8 @@ class Costs:
     library takes of a pass beside its layers (``pass_s``), of a layer (``library_s(state_bytes, rows)``, in which its
     floor is) and of one expert on so many rows (``expert_rows_s``, instead of ``expert_s`` and ``expert_row_s``);
     ``beside_reads`` is the share of its speed that compute keeps while storage reads. ``ahead_s[d]`` is ``read_s[d]``
-    of prefetches that keep the queue at ``d``, and a fault brings the experts of ``around_bytes`` on either side.
+    of prefetches that keep the queue at ``d``, a fault brings the experts of ``around_bytes`` on either side, and
+    ``limit_byte_s`` is what a limit on the rate of reads allots to a byte.
 
     On an accelerator that computes out of memory of its own on the chip: ``map_s`` makes an expert that arrived visible
     to it, ``on_chip_s`` copies one in (instead of ``expert_s``) in ``chip_parts`` pieces that each fill a buffer at
@@ -90,6 +91,7 @@ class Costs:
     beside_reads: float = 1.0
     ahead_s: tuple[float, ...] = ()
     around_bytes: int = 0
+    limit_byte_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -27,6 +27,8 @@ from moebench.timeline.base import (
 from moebench.timeline.costs import Costs
 from moebench.timeline.writes import Writes
 
+LIMIT_SLICE_S = 0.1  # a limit on the rate of reads lets so much through at once
+
 
 class ModeledStorage(Timeline):
     """The part of a modeled clock that reads. ``storage_bytes`` counts what storage itself delivered, page-cache hits
@@ -41,6 +43,7 @@ class ModeledStorage(Timeline):
         self._demand_free = 0.0  # when storage has served all demand reads issued so far
         self._swept = 0.0  # prefetch service is simulated up to here
         self._queue: deque[Ticket] = deque()  # prefetch reads waiting or under way, in order
+        self._allotted = 0.0  # until when a limit has allotted its rate
         self._left: dict[Ticket, float] = {}  # seconds of service each still needs
         self._begun: Ticket | None = None  # the one at the head that was served in part
         self.writes = Writes(costs.write_unit_bytes, costs.write_unit_s)
@@ -122,7 +125,8 @@ class ModeledStorage(Timeline):
         if tickets[0].priority == DEMAND:
             start, waiting = self._begin_service()
             each = [costs.request_s(nbytes, len(requests) + waiting) for _, nbytes in requests]
-            ends = self._spread(start, each, costs.request_s(requests[0][1], 1), waiting)
+            sizes = [nbytes for _, nbytes in requests]
+            ends = self._spread(start, each, costs.request_s(requests[0][1], 1), waiting, sizes)
             for (run, _), end in zip(requests, ends, strict=True):
                 self._log_read(run, start, end)
                 start = end
@@ -168,7 +172,7 @@ class ModeledStorage(Timeline):
         start, waiting = self._begin_service()
         count = len(tickets)
         each = costs.read_s[min(len(costs.read_s) - 1, count + waiting)]
-        ends = self._spread(start, [each] * count, costs.read_s[1], waiting)
+        ends = self._spread(start, [each] * count, costs.read_s[1], waiting, [costs.read_bytes] * count)
         for ticket, end in zip(tickets, ends, strict=True):
             self._log_read((ticket,), start, end)
             start = end
@@ -185,8 +189,31 @@ class ModeledStorage(Timeline):
             return self.writes.end_unit(now), 0
         return now + (min(self.costs.block_s, self._head_left()) if self._queue else 0.0), 0
 
-    def _spread(self, start: float, each: list[float], alone: float, waiting: int) -> list[float]:
-        """Ends of requests that overlap: the first after its time alone, the last when all service is done."""
+    def _spread(self, start: float, each: list[float], alone: float, waiting: int, sizes: Sequence[int]) -> list[float]:
+        """Ends of requests that overlap: the first after its time alone, the last when all service is done, and none
+        before a limit lets its bytes through.
+        """
+        ends = self._unlimited(start, each, alone, waiting)
+        if self.costs.limit_byte_s:
+            ends = [max(end, self._let_through(start, nbytes)) for end, nbytes in zip(ends, sizes, strict=True)]
+            self._demand_free = ends[-1]
+        return ends
+
+    def _let_through(self, asked: float, nbytes: int) -> float:
+        """When a limit lets a request through that is asked for: what it allots runs ahead by a slice at most (a
+        generic cell rate; the slice is that of block/blk-throttle.c in Linux).
+        """
+        self._allotted = max(asked, self._allotted) + nbytes * self.costs.limit_byte_s
+        return max(asked, self._allotted - LIMIT_SLICE_S)
+
+    def _limited(self, ticket: Ticket, start: float) -> float:
+        """Seconds of service that a queued read needs from ``start`` on, at least until a limit lets it through."""
+        left = self._left[ticket]
+        if not self.costs.limit_byte_s or ticket is self._begun:
+            return left
+        return max(left, self._let_through(start, ticket.nbytes) - start)
+
+    def _unlimited(self, start: float, each: list[float], alone: float, waiting: int) -> list[float]:
         count, same = len(each), min(each) == max(each)
         total = count * each[0] if same else sum(each)
         if not waiting:
@@ -215,10 +242,10 @@ class ModeledStorage(Timeline):
         while self._queue and start < until:
             ticket = self._queue[0]
             start = max(start, ticket.issued_s)
-            need = self._left[ticket]
-            used = min(need, until - start)
-            if used <= 0:
+            if start >= until:
                 break
+            need = self._limited(ticket, start)
+            used = min(need, until - start)
             self._log_read((ticket,), start, start + used)
             start += used
             if used == need:
@@ -239,10 +266,11 @@ class ModeledStorage(Timeline):
         """Serve the rest of a prefetch with the priority of demand."""
         source = ticket.handle if isinstance(ticket.handle, Ticket) else ticket
         self._sweep(self._now)
-        left = self._left.pop(source, None)
-        if left is not None:
-            self._queue.remove(source)
+        if source in self._left:
             begin = self.writes.end_unit(self._now) if self.writes.begun else max(self._now, self._demand_free)
+            left = self._limited(source, begin)
+            del self._left[source]
+            self._queue.remove(source)
             self._demand_free = begin + left
             self._log_read((source,), begin, self._demand_free)
             self._arrive(source, self._demand_free)
