@@ -194,7 +194,7 @@ class Experts(ReadAhead):
                 self.scratch.complete(key)
             # One that was lost and read again has left a host that keeps nothing.
             tier = next(tier for tier in (self.scratch, self.host, self.device) if key in tier)
-            yield key - base, tier.arena[tier.slot(key)] if tier.arena is not None else None
+            yield key - base, tier.rows[tier.slot(key)] if tier.rows is not None else None
         self.timeline.join()
         self.host.release(k for k in placed if k in self.host)  # where nothing stays, it leaves with its copy
         for key in [k for k in placed if k in self.in_flight]:
@@ -204,16 +204,15 @@ class Experts(ReadAhead):
         """Yield the experts of one wave: those at hand in ascending order, then each as it arrives, or as a system
         orders.
         """
-        device, timeline, order = self.device, self.timeline, self.hooks.order_compute
-        real = device.arena is not None
+        device, timeline, order, rows = self.device, self.timeline, self.hooks.order_compute, self.device.rows
         if order is None:
             for key in now:
-                yield key - base, device.arena[device._slot_of[key]] if real else None
+                yield key - base, rows[device._slot_of[key]] if rows is not None else None
             if now:
                 timeline.compute_experts(len(now), round(rows_each * len(now)))
             for key in pending:
                 self._await(key)
-                yield key - base, device.arena[device._slot_of[key]] if real else None
+                yield key - base, rows[device._slot_of[key]] if rows is not None else None
                 timeline.compute_experts(1, round(rows_each))
             return
         ready, waiting = list(now), list(pending)
@@ -231,7 +230,7 @@ class Experts(ReadAhead):
             started = time.perf_counter() if self._timed else 0.0
             for key in group:
                 ready.remove(key)
-                yield key - base, device.arena[device._slot_of[key]] if real else None
+                yield key - base, rows[device._slot_of[key]] if rows is not None else None
             # rounded up, so that a group takes as many tiles as its experts one by one
             timeline.compute_experts(len(group), math.ceil(rows_each * len(group)), overlap=True)
             if self._timed:

@@ -22,7 +22,8 @@ class Tier:
 
     A slot is free, ready (holds an expert nobody uses), leased (in use: never a victim) or in flight (being filled:
     neither usable nor a victim). With ``scope="per_layer"`` each layer owns an equal run of slots. ``arena`` is a uint8
-    array [slots, slot_bytes] on runs that move real bytes, else None.
+    array [slots, slot_bytes] on runs that move real bytes, else None, and ``rows`` are its slots, each the same object
+    whenever it is asked for.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Tier:
         if slots < groups:
             raise BudgetError(f"tier {name}: {slots} slots cannot be split between {layers} layers")
         self.name, self.slot_bytes, self.scope, self.arena = name, slot_bytes, scope, arena
+        self.rows: list[np.ndarray] | None = None if arena is None else [*arena]
         self.layers, self.experts = layers, experts
         self.group_slots = slots // groups
         self.slots = self.group_slots * groups
@@ -129,9 +131,9 @@ class Tier:
 
     def buffer(self, slot: int) -> np.ndarray:
         """The bytes of one slot (uint8 [slot_bytes]); only on tiers with an arena."""
-        if self.arena is None:
+        if self.rows is None:
             raise AssertionError(f"tier {self.name} has no arena")
-        return self.arena[slot]
+        return self.rows[slot]
 
     def resident(self, keys: Sequence[int] | np.ndarray) -> np.ndarray:
         """Per key (bool): complete in this tier."""

@@ -82,12 +82,12 @@ class Extents:
         """Number of experts of all layers."""
         return self.layers * self.experts
 
-    @property
+    @cached_property
     def whole(self) -> bool:
         """Whether each expert is one aligned extent."""
         return self.layout in WHOLE
 
-    @property
+    @cached_property
     def expert_bytes(self) -> int:
         """Bytes of one expert in a slot buffer, from its first tensor part to the end of the last."""
         return max(spec.offset + spec.nbytes for spec in self.tensors)

@@ -113,11 +113,13 @@ class SsdLlama:
         self.counted = dict.fromkeys(("kept", "temporary", "on_host"), 0)
 
     @hookimpl
-    def acquired(self, step: Step, keys: list[int], ready: list[bool]) -> None:
+    def acquired(self, step: Step, keys: list[int], ready: list[bool], view: Any) -> None:
         """A demand: uses are counted, and which of its experts run on the host is settled."""
-        self.policy.access(keys, ready)
-        self.below.access(keys, ready)
-        self.admission.used(np.asarray(keys, np.int64))
+        demanded = np.asarray(keys, np.int64)
+        self.policy.access(demanded, ready)
+        if len(view.tiers) > 1:
+            self.below.access(demanded, ready)
+        self.admission.used(demanded)
         self.on_host = self.placement.host_share(keys) if step.phase == DECODE else set()
 
     @hookimpl
@@ -125,8 +127,9 @@ class SsdLlama:
         """Cold experts get temporary slots; without any, all that may stay do."""
         missing = np.asarray(keys, np.int64)
         keep = self.admission.earned(missing) if self.config.temporary else self.admission.lasting[missing]
-        self.counted["kept"] += int(keep.sum())
-        self.counted["temporary"] += int((~keep).sum())
+        kept = np.count_nonzero(keep)
+        self.counted["kept"] += kept
+        self.counted["temporary"] += len(keep) - kept
         return keep
 
     @hookimpl
