@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
+import subprocess
+import sys
 import time
 
 import pytest
@@ -24,7 +27,7 @@ from moebench.hardware import LOOP_NUMBERS, HardwareError
 from moebench.hookspecs import hookimpl
 from moebench.machine import detect
 from moebench.plugins import load_plugins
-from moebench.probes import beside, drift, file, host, kernels, loop, memory
+from moebench.probes import beside, drift, drive, file, host, kernels, loop, memory, processor
 from moebench.probes.file import ProbeFile
 from moebench.probes.reads import Reader
 from moebench.probes.record import Record
@@ -34,12 +37,15 @@ from moebench.store.pages import page_cache_bytes
 from moebench.units import KIB, MIB
 
 SMALL = {
-    host: {
+    drive: {
         "SIZES": (16 * KIB, 64 * KIB), "DEPTHS": (1, 2), "FEW_SIZES": (16 * KIB, 64 * KIB), "FEW_DEPTHS": (1, 2),
-        "STRETCHES": (4 * KIB, 64 * KIB), "THREADS": (1, 2), "WIDTHS": (64, 128), "DENSE_ROWS": (1, 4),
-        "SHAPES": ((128, 64), (256, 128)), "EXPERT_ROWS": (1, 4), "CONTEXTS": (1, 4), "PASS_ROWS": (1, 4),
-        "LOOP_TURNS": 1,
+        "STRETCHES": (4 * KIB, 64 * KIB), "THREADS": (1, 2),
     },
+    processor: {
+        "COPIES": (16 * KIB, 64 * KIB), "WIDTHS": (64, 128), "DENSE_ROWS": (1, 4), "EXPERT_ROWS": (1, 4),
+        "SHAPES": ((128, 64), (256, 128)),
+    },
+    host: {"CONTEXTS": (1, 4), "PASS_ROWS": (1, 4), "LOOP_TURNS": 1},
     kernels: {"AREA": MIB, "MOST": 8}, memory: {"AREA": 4 * MIB}, file: {"MOST_EXPERTS": 512}, beside: {"PAIRS": 1},
     drift: {"INTERVALS": 4, "ENDS": 1},
 }  # fmt: skip
@@ -66,13 +72,13 @@ def written(home, tmp_path_factory):
     """The profile of one calibration, as its file holds it."""
     from moebench.harness.assets import load_live
 
-    drive = tmp_path_factory.mktemp("drive")
+    folder = tmp_path_factory.mktemp("drive")
     with pytest.MonkeyPatch.context() as patch:
         patched(patch, home)
         record = Record("2026-01-01", 0.5, lambda share, what: SHARES.append(share))
-        where = host.Where(drive, 64 * MIB, lambda: load_live(embedded_folder(), EMBEDDED, "int4", "packed"))
+        where = host.Where(folder, 64 * MIB, lambda: load_live(embedded_folder(), EMBEDDED, "int4", "packed"))
         data = host.measure(where, record)
-    assert not list(drive.iterdir())
+    assert not list(folder.iterdir())
     return yaml.safe_load(yaml.safe_dump(data, sort_keys=False))
 
 
@@ -187,6 +193,18 @@ def test_what_does_not_hold_together_is_one_line(written, spoil, hint):
 
 def test_parts_share_the_time_that_there_is(written):
     assert 0.9 <= sum(SHARES) <= 1.0
+
+
+def test_what_others_compute_meanwhile_is_seen():
+    others = host.Others()
+    worker = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        time.sleep(0.5)
+        busy = others.share()
+    finally:
+        worker.kill()
+        worker.wait()
+    assert busy > 0.1 / (os.cpu_count() or 1)
 
 
 def refuse(why):
@@ -315,7 +333,7 @@ def test_more_takes_no_less_time(rows, sizes, counts):
 
 
 def test_an_expert_is_computed_as_stored_in_every_quantisation(small):
-    nbytes = {kind: kernels.Expert(kind, 128, 64).nbytes for kind in host.QUANTS}
+    nbytes = {kind: kernels.Expert(kind, 128, 64).nbytes for kind in processor.QUANTS}
     assert nbytes == {"none": 49152, "int8": 24576 + 512, "int4": 13824}
-    for kind in host.QUANTS:
+    for kind in processor.QUANTS:
         assert kernels.Expert(kind, 128, 64).times(2, 0).median > 0

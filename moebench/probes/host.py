@@ -1,11 +1,10 @@
-"""The profile of this machine from measurements: which ones, in which sizes, and what share of the time each gets.
+"""The profile of this machine from measurements, and the part of it that loop and library have.
 
 Knows the form of a profile; how a thing is measured stands in the other modules.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import re
 import tempfile
@@ -16,27 +15,18 @@ from typing import Any
 
 import psutil
 
-from moebench.machine import cores, detect
-from moebench.probes import beside, drift, faults, kernels, memory
-from moebench.probes.beside import Background
+from moebench.machine import detect
+from moebench.probes import beside, drive, kernels, processor
 from moebench.probes.file import ProbeFile
 from moebench.probes.loop import hook_call, overheads
-from moebench.probes.reads import Reader, grid
 from moebench.probes.record import Record
-from moebench.probes.samples import Samples, timed
+from moebench.probes.samples import Samples
 from moebench.units import GIB, KIB, PAGE
 
-SIZES = tuple(kib * KIB for kib in (4, 16, 64, 256, 1024, 4096, 16384))  # of experts
-DEPTHS = (1, 2, 4, 8, 16)
-FEW_SIZES, FEW_DEPTHS = tuple(kib * KIB for kib in (16, 64, 1024, 4096)), (1, 4, 8)
-STRETCHES, THREADS = tuple(kib * KIB for kib in (4, 64, 1024, 4096)), (1, 2, 4)
-WIDTHS, DENSE_ROWS = (128, 256, 512, 1024, 2048, 4096), (1, 4, 16, 64)
-# hidden and intermediate size of experts: tinymoe's, two between, qwen3-30b-a3b's and gpt-oss-20b's
-SHAPES, EXPERT_ROWS = ((128, 64), (512, 256), (1024, 512), (2048, 768), (2880, 2880)), (1, 2, 4, 8, 32)
 CONTEXTS, PASS_ROWS = (1, 64, 512), (1, 4, 32)
 PASS_CONTEXT, SMALL_READ, SMALL_DEPTH = 32, 16 * KIB, 4  # of a small model that decodes beside reads
-QUANTS = ("none", "int8", "int4")
 LOOP_TURNS = 5
+BUSY = 0.05  # of the processors, taken by others: more than a system's own housekeeping
 
 
 @dataclass(frozen=True)
@@ -52,16 +42,18 @@ def measure(where: Where, record: Record) -> dict[str, Any]:
     """The profile as plain data. Raises where not even random direct reads can be measured."""
     from moebench.backends.torch_threads import torch_threads
 
-    machine, ram, threads = detect(), psutil.virtual_memory(), computing()
+    machine, ram, threads, others = detect(), psutil.virtual_memory(), processor.computing(), Others()
     with tempfile.TemporaryDirectory(dir=where.folder, prefix=".moebench-") as folder, torch_threads(threads):
         file = ProbeFile(Path(folder), where.file_bytes // PAGE * PAGE)
-        storage, reads = _storage(file, record)
-        bandwidth, compute = _memory(record), _compute(record)
-        _contention(file, Path(folder) / "writes", record, storage, compute)
+        storage, reads = drive.storage(file, record)
+        bandwidth, compute = processor.memory(record), processor.compute(record)
+        processor.contention(file, Path(folder) / "writes", record, storage, compute)
         stack = _loop(file, record)
         _live(where.model, file, record, stack, storage, compute)
-    _sustained(record, compute)
+    processor.sustained(record, compute)
     _absent(record, machine.gpu)
+    if (share := others.share()) > BUSY:
+        record.unmeasured["an idle machine"] = f"other processes took {share:.0%} of the processors meanwhile"
     return {
         "id": "host",
         "title": f"this machine: {machine.cpu}, {machine.ram_gib:.1f} GiB",
@@ -84,148 +76,22 @@ def measure(where: Where, record: Record) -> dict[str, Any]:
     }
 
 
-def computing() -> int:
-    """Processor threads that compute in a measured run that is not told otherwise."""
-    return max(1, cores() - 1)
+class Others:
+    """The processor time that other processes take from now on."""
 
+    def __init__(self) -> None:
+        self._begun = self._times()
 
-def _storage(file: ProbeFile, record: Record) -> tuple[dict[str, Any], dict[str, Any]]:
-    with record.part("storage.write_gb_s", 0.0, needed=True):
-        found = {"write_gb_s": record.number(file.write(), "GB/s", "sequential writes, synced each 128 MiB")}
-    direct, method = Reader(file, "direct"), "random experts by engine {}, hashed; a demand of so many at a time"
-    with record.part("read_curve", 0.16, needed=True) as seconds:
-        points = grid(_points(SIZES, DEPTHS, file), direct.cold, seconds)
-        reads = record.table(points, method.format("direct"), ("sizes_kib", "depths"), "GB/s", KIB)
-    few = _points(FEW_SIZES, FEW_DEPTHS, file)
-    for name, engine, state in (
-        ("reads.uring", "uring", "cold"),
-        ("reads.pread", "pread", "cold"),
-        ("reads.mmap", "mmap", "cold"),
-        ("cached.pread", "pread", "warm"),
-        ("cached.mmap", "mmap", "warm"),
-        ("ahead", "direct", "ahead"),
-        ("sequential", "direct", "sequential"),
-    ):
-        with record.part(name, 0.02) as seconds:
-            text = method.format(engine)
-            text += {"cold": "", "warm": ", all cached", "ahead": ", as prefetches", "sequential": ", in order"}[state]
-            work = getattr(Reader(file, engine), state)
-            record.curve(name, grid(few, work, seconds), text, KIB)
-    with record.part("storage.page_fault_us", 0.005):
-        single = faults.single(file, min(400, file.nbytes // (4 * PAGE)))
-        found["page_fault_us"] = record.number(single, "us", "single major faults of a mapping, their page read")
-    if "page_fault_us" not in found:
-        size, _ = least = min(points)
-        page = Samples(tuple(size / rate / 1e3 for rate in points[least].values))
-        text = f"a direct read of {size // KIB} KiB, as no page could be dropped from the page cache"
-        found["page_fault_us"] = record.number(page, "us", text, "estimate")
-    for name, advice in (("faults", mmap.MADV_RANDOM), ("faults_ahead", mmap.MADV_NORMAL)):
-        with record.part(name, 0.015) as seconds:
-            work = faults.Stretches(file, advice).touch
-            text = "stretches of a cold mapping copied out, one a thread"
-            record.curve(name, grid(_points(STRETCHES, THREADS, file), work, seconds), text, KIB)
-    found["page_kib"] = record.fact(mmap.PAGESIZE / KIB, "KiB", "page size")
-    found["readahead_kib"] = record.fact(faults.readahead_kib(file.path), "KiB", "setting of the drive")
-    return found, reads
+    def share(self) -> float:
+        """Their part of all that there was since."""
+        whole, used, own = (now - before for now, before in zip(self._times(), self._begun, strict=True))
+        return max(0.0, used - own) / whole if whole else 0.0
 
-
-def _points(sizes: tuple[int, ...], counts: tuple[int, ...], file: ProbeFile) -> list[tuple[int, int]]:
-    """All of both axes, but for sizes of which the file holds too few."""
-    return [(size, count) for size in sizes for count in counts if size * max(counts) <= file.nbytes]
-
-
-def _memory(record: Record) -> dict[str, Any]:
-    found = {}
-    with record.part("bandwidth.dram_gb_s", 0.01, needed=True) as seconds:
-        copied = memory.copied(seconds)
-        found["dram_gb_s"] = record.number(copied, "GB/s", "copies of 256 MiB, one thread, bytes read plus written")
-    with record.part("bandwidth.stream_gb_s", 0.01) as seconds:
-        found["stream_gb_s"] = record.number(
-            memory.streamed(seconds), "GB/s", "largest of 256 MiB of words, one thread"
-        )
-    with record.part("copy", 0.02) as seconds:
-        points = [(size, threads) for size in FEW_SIZES for threads in (1, 2)]
-        record.curve("copy", grid(points, memory.Copies().copy, seconds), "copies within 2 x 256 MiB", KIB)
-    return found | {"device_gb_s": _stream(record)}
-
-
-def _stream(record: Record) -> dict[str, Any]:
-    """What weights stream at where the processor is the device."""
-    with record.part("bandwidth.device_gb_s", 0.01, needed=True) as seconds:
-        stored = kernels.Expert("int4", 2048, 768).gb_s(seconds)
-    return record.number(
-        stored, "GB/s", f"stored bytes of int4 experts of 2048 x 768 on one row, threads: {computing()}"
-    )
-
-
-def _compute(record: Record) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    with record.part("compute.bf16_tflops", 0.01, needed=True) as seconds:
-        bf16 = kernels.products(seconds)
-        found["bf16_tflops"] = record.number(
-            bf16, "TFLOP/s", f"products of 512 rows with 2048 x 2048, threads: {computing()}"
-        )
-    with record.part("compute.int4_tflops", 0.01, needed=True) as seconds:
-        int4 = kernels.Expert("int4", 2048, 768).tflops(32, seconds)
-        found["int4_tflops"] = record.number(
-            int4, "TFLOP/s", f"int4 experts of 2048 x 768 on 32 rows, threads: {computing()}"
-        )
-        found["cpu_tflops"] = dict(found["int4_tflops"])  # the processor is the device here
-    with record.part("compute.rans_gb_s", 0.01) as seconds:
-        text = "decoded bytes of int4 experts, one thread on each core"
-        found["rans_gb_s"] = record.number(kernels.rans_decoding(seconds), "GB/s", text)
-    with record.part("dense", 0.03) as seconds:
-        each = seconds / len(WIDTHS) / len(DENSE_ROWS)
-        points: dict[tuple[int, int], Samples] = {}
-        for width in WIDTHS:
-            squares = kernels.Squares(width)
-            points |= {(2 * width * width, rows): squares.times(rows, each) for rows in DENSE_ROWS}
-        record.curve("dense", points, f"bf16 products, weights gone through in turn, threads: {computing()}", KIB)
-    for kind in QUANTS:
-        with record.part(f"experts.{kind}", 0.035) as seconds:
-            each, points = seconds / len(SHAPES) / len(EXPERT_ROWS), {}
-            for hidden, intermediate in SHAPES:
-                expert = kernels.Expert(kind, hidden, intermediate)
-                points |= {(expert.nbytes, rows): expert.times(rows, each) for rows in EXPERT_ROWS}
-            text = f"{kind} experts by moebench's experts function in turn, threads: {computing()}, sizes: "
-            record.curve(f"experts.{kind}", points, text + ", ".join(f"{h} x {i}" for h, i in SHAPES), KIB)
-    return found
-
-
-def _contention(file: ProbeFile, path: Path, record: Record, storage: dict[str, Any], compute: dict[str, Any]) -> None:
-    experts = kernels.Expert("int4", 2048, 768).work(1)
-
-    def speed(seconds: float) -> float:
-        turns = spent = 0.0
-        while not turns or spent < seconds:
-            spent += timed(experts)
-            turns += 1
-        return turns / spent
-
-    def both(background: Background, seconds: float) -> beside.Both:
-        return beside.shares(speed, background, seconds)
-
-    what = f"int4 experts of 2048 x 768, threads: {computing()}"
-    with record.part("compute.beside_reads", 0.03) as seconds:
-        found = both(beside.reading(file), seconds)
-        text = "over its rate alone, beside direct reads of 1 MiB, 8 queued"
-        compute["beside_reads"] = record.number(found.first, "share", f"{what}, rate {text}")
-        text = f"direct reads of 1 MiB, 8 queued, rate over their rate alone, beside {what}"
-        storage["read_beside_compute"] = record.number(found.second, "share", text)
-    with record.part("compute.beside_copies", 0.03) as seconds:
-        found = both(beside.copying(), seconds)
-        text = f"{what}, rate over its rate alone, beside copies by one thread"
-        compute["beside_copies"] = record.number(found.first, "share", text)
-    with record.part("storage.durable_write_gb_s", 0.01) as seconds:
-        writer = beside.Writer(path, beside.WRITTEN)
-        durable = writer.durable(seconds)
-        storage["durable_write_gb_s"] = record.number(durable, "GB/s", "writes of 256 KiB, each synced")
-    with record.part("storage.write_beside_reads_gb_s", 0.03) as seconds:
-        written, kept = beside.writes_beside_reads(file, path, seconds)
-        text = "writes of 8 MiB, each synced, beside direct reads of 1 MiB, 8 queued"
-        storage["write_beside_reads_gb_s"] = record.number(written, "GB/s", text)
-        text = "direct reads of 1 MiB, 8 queued, rate over their rate alone, beside synced writes of 8 MiB"
-        storage["read_beside_writes"] = record.number(kept, "share", text)
+    @staticmethod
+    def _times() -> tuple[float, float, float]:
+        every, own = psutil.cpu_times(), psutil.Process().cpu_times()
+        idle = every.idle + getattr(every, "iowait", 0.0)
+        return sum(every[:8]), sum(every[:8]) - idle, own.user + own.system
 
 
 def _loop(file: ProbeFile, record: Record) -> dict[str, Any]:
@@ -254,7 +120,9 @@ def _live(
         from moebench.probes.live import Passes
 
         model = load()
-        passes = Passes(open_backend("torch", model, threads=computing()), model.pack, model.geometry.vocabulary)
+        passes = Passes(
+            open_backend("torch", model, threads=processor.computing()), model.pack, model.geometry.vocabulary
+        )
         contexts = [context for context in CONTEXTS if context + 8 * max(PASS_ROWS) <= model.positions]
         points = [(context, rows) for context in contexts for rows in PASS_ROWS]
         layers, rest = {}, []
@@ -264,7 +132,9 @@ def _live(
             rest += [beyond for _, beyond in each] if rows == 1 else []
         name = model.geometry.name
         record.curve(
-            "layers", layers, f"layers of {name}, row-invariant, without their experts, threads: {computing()}"
+            "layers",
+            layers,
+            f"layers of {name}, row-invariant, without their experts, threads: {processor.computing()}",
         )
         floor = layers[contexts[min(1, len(contexts) - 1)], 1]
         text = f"a layer of {name} on one row without its experts: the library's own time, {contexts[1]} tokens cached"
@@ -284,12 +154,6 @@ def _live(
         text = f"60 tensor operations at {dispatch.median:.2f} us, as no model's layer could be measured"
         sixty = Samples(tuple(60 * us for us in dispatch.values))
         stack["layer_floor_us"] = record.number(sixty, "us", text, "estimate")
-
-
-def _sustained(record: Record, compute: dict[str, Any]) -> None:
-    with record.part("compute.sustained", 0.24) as seconds:
-        text = f"int4 experts on every core, rate at the end of {seconds:.0f} s under load over the rate at its start"
-        compute["sustained"] = record.number(drift.sustained(seconds), "share", text)
 
 
 def _absent(record: Record, gpu: str) -> None:

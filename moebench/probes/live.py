@@ -86,5 +86,7 @@ class Passes:
         marks = self.server.marks
         gaps = [asks - before for (_, before), (asks, _) in pairwise(marks)]
         layer = float(np.median(gaps))
-        experts = sum(done - asked for asked, done in marks)
-        return layer * 1e6, max(0.0, ended - begun - experts - len(marks) * layer) * 1e6
+        outer = (
+            marks[0][0] - begun + ended - marks[-1][1]
+        )  # before the first layer asks and after the last: a layer too
+        return layer * 1e6, max(0.0, outer - layer) * 1e6
