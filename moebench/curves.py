@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 
 from moebench.read_curve import ReadCurve, Table, bracket, described
 
 RATE, TIME = "GB/s", "us"
-# name -> (unit, axes, meaning). A rate never falls along its second axis, a time along none: what is done for more rows
-# or threads can be done for fewer.
+# name -> (unit, axes, meaning). Neither rate nor time falls along the second axis: what is queued deeper can be queued
+# less deep, what is done for more rows can be done for fewer.
 CURVES = {
     "reads.uring": (RATE, "sizes_kib", "depths", "as read_curve, by engine uring"),
     "reads.pread": (RATE, "sizes_kib", "depths", "as read_curve, by engine pread, nothing cached"),
@@ -54,13 +55,20 @@ class TimeCurve:
         return described(self)
 
     def seconds(self, x: float, y: float) -> float:
-        """Log-log between the points; in proportion beyond the last of an axis, as below the first is the first."""
-        beyond = max(1.0, x / self.xs[-1]) * max(1.0, y / self.ys[-1])
-        low, high, share = bracket(self.xs, x)
-        near, far, part = bracket(self.ys, y)
-        best = [[max(max(row[: j + 1]) for row in self.rows[: i + 1]) for j in (near, far)] for i in (low, high)]
-        ends = [math.log(a) * (1 - part) + math.log(b) * part for a, b in best]
-        return beyond * float(f"{math.exp(ends[0] * (1 - share) + ends[1] * share):.10g}") * 1e-6
+        """Log-log between the points, along the line through the last two beyond them, clamped before the first; never
+        less for more along the second axis.
+        """
+        found = _along(self.xs, [_along(self.ys, list(accumulate(row, max)), y) for row in self.rows], x)
+        return float(f"{found:.10g}") * 1e-6
+
+
+def _along(axis: tuple[float, ...], values: list[float], at: float) -> float:
+    """The value at one place of an axis."""
+    if at > axis[-1] and len(axis) > 1:
+        slope = (values[-1] - values[-2]) / (axis[-1] - axis[-2])
+        return values[-1] + max(0.0, slope) * (at - axis[-1])
+    low, high, share = bracket(axis, at)
+    return math.exp(math.log(values[low]) * (1 - share) + math.log(values[high]) * share)
 
 
 Curve = ReadCurve | TimeCurve
