@@ -102,6 +102,9 @@ class RunConfig:
     )
     stack: str = option("auto", "software stack whose constants the modeled clock uses; auto takes the profile's own")
     backend: Literal["torch", "mlx"] = option("torch", "tensor library that computes; each has packs of its own bytes")
+    device: Literal["cpu", "cuda"] = option(
+        "cpu", "what torch computes on in a measured run: the processor, or the CUDA device, with slots in its memory"
+    )
     engine: str = option("auto", "read engine; auto takes the system's own, else the profile's")
     depth: int = option(
         0, "experts that a measured run reads at a time, as 'moebench doctor io' finds it; 0 takes the engine's own"

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from moebench.backends.device import Device
 from moebench.draft import Draft
 from moebench.errors import MoebenchError
 from moebench.step import Routing, Step
@@ -129,7 +130,13 @@ class Backend(ABC):
     Contract: outputs do not depend on the order in which the server yields experts. ``forward`` runs one step and
     returns logits as float32 numpy [B, V] of each sequence's last valid row (or [N, V] with ``all_rows``). In a pass
     that verifies a row attends to its own path only; ``retain`` must follow it.
+
+    Where it computes on a ``device`` of its own memory, experts come in slots of that, and it takes ``transient_bytes``
+    there for a moment beside the rows of a pass.
     """
+
+    device: Device | None = None
+    transient_bytes = 0
 
     @abstractmethod
     def forward(self, step: Step, tokens: np.ndarray, server: ExpertServer, all_rows: bool = False) -> np.ndarray:

@@ -1,9 +1,9 @@
-"""A device with memory of its own: its slots, its streams, and the one rule by which work on slots waits for other work.
+"""A device with memory of its own: its slots, its streams, and the one rule by which work on slots waits for other.
 
-Work is issued on streams and done later, in the order of each stream. Whatever reads or writes a slot waits for the work
-before it that wrote there, whatever writes also for all that still reads, and for nothing else: experts are computed on
-as they arrive, and a slot is filled anew behind the compute that read it. The host waits by the same rule. Knows no
-tensor library; ``moebench.backends.torch_cuda`` is the device that CUDA drives.
+Work is issued on streams and done later, in the order of each stream. What reads or writes a slot waits for the work
+before it that wrote there, what writes also for all that still reads, and for nothing else: experts are computed on as
+they arrive, and a slot is filled anew behind the compute that read it. The host waits by the same rule. Knows no tensor
+library; ``moebench.backends.torch_cuda`` is the device that CUDA drives.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class DeviceSlots:
         try:
             self._synchronize(last)
         finally:
-            if DEVICE in self.tiers:
-                self.tiers[DEVICE].clear()
+            for slot in self.tiers.get(DEVICE, ()):
+                slot.data, slot.views = None, {}
             while self._pinned:
                 self.device.unpin(self._pinned.pop())

@@ -65,7 +65,8 @@ def probe_kernels(
     random = torch.Generator().manual_seed(0)
     with torch.inference_mode():
         rowwise = _row_kernels(model, random)
-        report = {name: _compare(kernel, width, dtype, random) for name, kernel, width, dtype in rowwise}
+        at = model.get_input_embeddings().weight.device
+        report = {name: _compare(kernel, width, dtype, random, at) for name, kernel, width, dtype in rowwise}
         distinct = {(*head_shape(m), bool(getattr(m, "sliding_window", None))): m for m in attention}
         short, apart = short_context(model), always_apart(model)
         begun = attend_paths if apart else partial(attend_paths, short=short)
@@ -98,10 +99,12 @@ def require_row_invariance(report: dict[str, Any]) -> None:
             )
 
 
-def _compare(kernel: Kernel, width: int, dtype: torch.dtype, random: torch.Generator) -> dict[str, Any]:
+def _compare(
+    kernel: Kernel, width: int, dtype: torch.dtype, random: torch.Generator, at: torch.device
+) -> dict[str, Any]:
     pairs: Pairs = []
     while sum(single.numel() for _, single in pairs) < OUTPUTS:
-        x = torch.randn(max(ROWS), width, generator=random).to(dtype)
+        x = torch.randn(max(ROWS), width, generator=random).to(at, dtype)
         single = torch.cat([kernel(x[i : i + 1]) for i in range(len(x))])
         pairs += [(kernel(x[:n]), single[:n]) for n in ROWS]
     return _verdict(pairs)
@@ -134,26 +137,29 @@ def _row_kernels(model: nn.Module, random: torch.Generator) -> Iterator[tuple[st
         yield "sigmoid of a gate", torch.sigmoid, 1, dtype
     layers = [m.moebench for m in expert_modules(model).values() if hasattr(m, "moebench")]
     if layers:
-        yield from _expert_kernels(layers[0], model.config.get_text_config().num_experts_per_tok, dtype, random)
+        top_k, at = model.config.get_text_config().num_experts_per_tok, model.get_input_embeddings().weight.device
+        yield from _expert_kernels(layers[0], top_k, dtype, random, at)
 
 
-def _expert_kernels(layer: ExpertLayer, top_k: int, dtype: torch.dtype, random: torch.Generator):
+def _expert_kernels(layer: ExpertLayer, top_k: int, dtype: torch.dtype, random: torch.Generator, at: torch.device):
     up, up_scales, _, down, down_scales, _ = layer.views.specs
     for linear, weight, scales in ((layer.up, up, up_scales), (layer.down, down, down_scales)):
-        w, s = _random_part(weight, random), scales and _random_part(scales, random)
+        w, s = _random_part(weight, random, at), scales and _random_part(scales, random, at)
         width = weight.shape[1] * (2 if weight.dtype == "U8" else 1)
         name = f"expert {weight.name} {_shape(weight)} {weight.dtype}"
         yield name, lambda x, linear=linear, w=w, s=s: linear(x, w, s), width, dtype
     yield "expert gate", layer.gate, up.shape[0], dtype
-    hidden, weights = down.shape[0], torch.rand(1, top_k, generator=random).to(dtype)
+    hidden, weights = down.shape[0], torch.rand(1, top_k, generator=random).to(at, dtype)
     total = f"weighted sum of {top_k}"
     yield total, lambda x: combine(x.view(len(x), top_k, hidden), weights, dtype), top_k * hidden, dtype
 
 
-def _random_part(spec: TensorSpec, random: torch.Generator) -> torch.Tensor:
+def _random_part(spec: Any, random: torch.Generator, at: torch.device) -> Any:
+    if isinstance(spec, tuple):  # scales and biases
+        return tuple(_random_part(one, random, at) for one in spec)
     if spec.dtype == "BF16":
-        return torch.randn(spec.shape, generator=random).bfloat16()
-    return torch.randint(-128, 128, spec.shape, generator=random, dtype=torch.int8).view(DTYPES[spec.dtype])
+        return torch.randn(spec.shape, generator=random).bfloat16().to(at)
+    return torch.randint(-128, 128, spec.shape, generator=random, dtype=torch.int8).view(DTYPES[spec.dtype]).to(at)
 
 
 def _first_output(module: nn.Module) -> Kernel:
@@ -179,10 +185,10 @@ def _attention(
     if kind != "eager":
         function = ALL_ATTENTION_FUNCTIONS[kind]
     heads, kv_heads, key_size, value_size = head_shape(module)
-    dtype, most = next(module.parameters()).dtype, getattr(module, "sliding_window", None) or past + max(ROWS)
+    like, most = next(module.parameters()), getattr(module, "sliding_window", None) or past + max(ROWS)
     length = past + max(ROWS)
     shapes = ((heads, max(ROWS), key_size), (kv_heads, length, key_size), (kv_heads, length, value_size))
-    q, k, v = (torch.randn(1, *shape, generator=random).to(dtype) for shape in shapes)
+    q, k, v = (torch.randn(1, *shape, generator=random).to(like) for shape in shapes)
 
     def one(row: int, start: int = 0) -> torch.Tensor:
         """A step: over what a cache that forgets beyond a sliding window holds."""
@@ -195,9 +201,9 @@ def _attention(
     def window(n: int, padding: int = 0) -> torch.Tensor:
         """A pass over the first ``n`` rows."""
         end, first = past + n, max(0, past + 1 - most)
-        low = torch.finfo(dtype).min
-        mask = torch.full((n, end), low, dtype=dtype).triu(past + 1)
-        mask += torch.full((n, end), low, dtype=dtype).tril(past - most)
+        low = torch.finfo(like.dtype).min
+        full = like.new_full((n, end), low)
+        mask = full.triu(past + 1) + full.tril(past - most)
         mask[:, :padding] = low
         attend = several or function
         keys, values = k[:, :, first:end], v[:, :, first:end]
@@ -219,7 +225,7 @@ def _state(
     name = f"{type(module).__name__} of {sum(p.numel() for p in module.parameters())} parameters"
     parameter = next(p for p in module.parameters() if p.dim() == 2)
     hidden = model.config.get_text_config().hidden_size
-    x = torch.randn(max(SEQUENCES), 5, hidden, generator=random).to(parameter.dtype)
+    x = torch.randn(max(SEQUENCES), 5, hidden, generator=random).to(parameter)
 
     def run(x: torch.Tensor, *ends: int) -> torch.Tensor:
         """The passes over [B, S, H] that end at ``ends``, as rows [B * S, H]."""

@@ -46,8 +46,8 @@ def nibble_positions(rows: int, columns: int) -> np.ndarray:
     return positions
 
 
-def _require_kernel(tensor: LogicalTensor) -> None:
-    """Raise ``LayoutError`` unless torch has a CPU kernel for weights of this kind, with floats of this kind."""
+def require_kernel(tensor: LogicalTensor) -> None:
+    """Raise ``LayoutError`` unless there is a kernel under torch for weights of this kind, with floats of this kind."""
     if tensor.kind not in ("none", "int8", "int4"):
         raise LayoutError(
             f"{tensor.name}: torch has no CPU kernel for {tensor.kind} weights, and as bf16 they would be others; "
@@ -72,7 +72,7 @@ class TorchCpuLayout(ByteLayout):
     def encode(self, tensor: LogicalTensor) -> dict[str, np.ndarray]:
         """Parts ``NAME`` (uint16, int8 or uint8) and, if quantised, ``NAME.scales`` (uint16 bf16 bits)."""
         name = tensor.name
-        _require_kernel(tensor)
+        require_kernel(tensor)
         if tensor.kind == "none":
             return {name: np.ascontiguousarray(tensor.values)}
         rows, columns = tensor.shape

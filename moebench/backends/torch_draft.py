@@ -49,13 +49,14 @@ class TorchDrafter(TextDrafter):
         if times:
             cache.batch_repeat_interleave(times)
         elif cache.layers[0].keys.shape[0] > 1:
-            cache.batch_select_indices(torch.tensor([0]))
+            cache.batch_select_indices(torch.tensor([0], device=self.model.device))
 
     def probabilities(self, cache: DynamicCache, tokens: np.ndarray) -> np.ndarray:
         """fp32 [B, vocabulary] of what follows ``tokens`` [B, W]."""
         given = {self._cache_name: cache}
-        logits = self.model(input_ids=torch.from_numpy(tokens), use_cache=True, logits_to_keep=1, **given).logits
-        return logits[:, -1, : self._vocabulary].float().softmax(-1).numpy()
+        ids = torch.from_numpy(tokens).to(self.model.device)
+        logits = self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **given).logits
+        return logits[:, -1, : self._vocabulary].float().softmax(-1).cpu().numpy()
 
     @property
     def bytes_per_level(self) -> int:

@@ -8,6 +8,7 @@ policy. In a float32 model unquantised experts compute in float32, quantised one
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -74,9 +75,13 @@ class Views:
             raise BackendError(f"pack lacks expert tensor {', '.join(missing)}; it holds {', '.join(specs)}")
         self.nbytes = max(spec.offset + spec.nbytes for spec in tensors)
         self._of: dict[int, tuple[torch.Tensor | None, ...]] = {}
+        self._at: dict[int, tuple[weakref.ref[np.ndarray], tuple[torch.Tensor | None, ...]]] = {}  # by array object
 
     def __call__(self, buffer: np.ndarray) -> tuple[torch.Tensor | None, ...]:
         """(up, up scales, up bias, down, down scales, down bias) over ``buffer``; None for what the pack lacks."""
+        known = self._at.get(id(buffer))
+        if known is not None and known[0]() is buffer:
+            return known[1]
         address = buffer.__array_interface__["data"][0]
         views = self._of.get(address)
         if views is None:
@@ -85,6 +90,9 @@ class Views:
             if len(self._of) >= self.LIMIT:
                 self._of.clear()
             views = self._of[address] = tuple(spec and _view(address, spec) for spec in self.specs)
+        if len(self._at) >= self.LIMIT:
+            self._at.clear()
+        self._at[id(buffer)] = weakref.ref(buffer), views
         return views
 
 
@@ -123,10 +131,12 @@ class Live:
 class ExpertLayer:
     """One MoE layer as the experts function sees it: its index, its arithmetic, and the pass under way."""
 
-    def __init__(self, index: int, module: nn.Module, views: Views, dtype: torch.dtype, live: Live) -> None:
+    def __init__(
+        self, index: int, module: nn.Module, views: Any, dtype: torch.dtype, live: Live, kernel: Any = linear_kernel
+    ) -> None:
         up, up_scales, _, down, down_scales, _ = views.specs
         self.index, self.views, self.live = index, views, live
-        self.up, self.down = linear_kernel(up, up_scales, dtype), linear_kernel(down, down_scales, dtype)
+        self.up, self.down = kernel(up, up_scales, dtype), kernel(down, down_scales, dtype)
         self.gate = module._apply_gate if module.has_gate else module.act_fn
         self.norm = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
 
@@ -181,30 +191,34 @@ def experts_forward(
     live = layer.live
     if live.server is None:
         raise BackendError("a model under moebench computes only through its backend's forward, which brings a server")
-    ids, weights = top_k_index.numpy(), top_k_weights
+    ids, weights = top_k_index.cpu().numpy(), top_k_weights
     if live.padded is not None:
         ids = np.where(live.padded[:, None], ABSENT, ids)
     native = Routing(ids, weights)
     routing, items = live.server.serve(layer.index, hidden_states, native)
     if routing is not native:
-        ids, weights = routing.experts, torch.as_tensor(routing.weights).to(top_k_weights.dtype)
+        ids, weights = routing.experts, torch.as_tensor(routing.weights).to(top_k_weights)
     if live.padded is not None or routing is not native:
         if live.padded is not None:
             ids = np.where(live.padded[:, None], ABSENT, ids)
-        weights = weights.masked_fill(torch.from_numpy(ids == ABSENT), 0)
+        weights = weights.masked_fill(torch.from_numpy(ids == ABSENT).to(weights.device), 0)
     outputs = (layer.one_row if len(ids) == 1 else layer.many_rows)(hidden_states, ids, items)
     return combine(outputs, weights, hidden_states.dtype)
 
 
-def install(model: Any, tensors: Sequence[TensorSpec], dtype: torch.dtype) -> Live:
-    """Send every experts module of ``model`` through ``experts_forward`` over experts laid out as ``tensors``."""
+def install(
+    model: Any, tensors: Sequence[TensorSpec], dtype: torch.dtype, over: Any = Views, layer: Any = ExpertLayer
+) -> Live:
+    """Send every experts module of ``model`` through ``experts_forward``: a ``layer`` each, which sees experts that are
+    laid out as ``tensors`` through the views ``over`` their bytes.
+    """
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     live = Live()
-    views: dict[str, Views] = {}
+    views: dict[str, Any] = {}
     for index, module in enumerate(expert_modules(model).values()):
         up = "gate_up_proj" if module.has_gate else "up_proj"
         if up not in views:
-            views[up] = Views(tensors, up)
-        module.moebench = ExpertLayer(index, module, views[up], dtype, live)
+            views[up] = over(tensors, up)
+        module.moebench = layer(index, module, views[up], dtype, live)
     model.set_experts_implementation(NAME)
     return live

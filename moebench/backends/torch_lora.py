@@ -75,4 +75,4 @@ def _branch(modules: dict[str, nn.Linear], name: str, a: np.ndarray, b: np.ndarr
         )
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         raise BackendError(f"adapter {name} holds numbers that are not finite")
-    return Branch(*(torch.tensor(matrix).to(linear.weight.dtype) for matrix in (a, b)), scale)
+    return Branch(*(torch.tensor(matrix).to(linear.weight) for matrix in (a, b)), scale)

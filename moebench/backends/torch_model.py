@@ -5,7 +5,7 @@ Knows attention masks, KV caches and dense weights; knows no disk beyond the den
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from moebench.backends.base import Adapters, Backend, Drafter, ExpertServer
 from moebench.backends.probe import plain_kernels, probe_kernels, require_row_invariance
-from moebench.backends.torch_experts import BackendError, expert_modules, install, router_module
+from moebench.backends.torch_experts import BackendError, Live, expert_modules, install, router_module
 from moebench.backends.torch_lora import Installed
 from moebench.backends.torch_ops import TorchOps
 from moebench.backends.torch_routers import selection_biases, settle_routers
@@ -26,6 +26,7 @@ from moebench.backends.torch_source import empty_model, expert_names, float_type
 from moebench.backends.torch_state import Memory, cache_argument, held_bytes
 from moebench.backends.torch_window import always_apart, attention_by_path, path_mask, short_context
 from moebench.step import VERIFY, Step
+from moebench.store.layout import TensorSpec
 from moebench.store.pack import file_hash
 
 ATTENTIONS = ("eager", "sdpa")
@@ -40,6 +41,7 @@ class TransformersBackend(Backend):
 
     def __init__(self, model: PreTrainedModel, threads: int, numerics: str) -> None:
         torch.set_num_threads(threads)
+        self._at = model.get_input_embeddings().weight.device
         self.model, self.numerics, self._ops = model, numerics, TorchOps()
         self._cache_name = cache_argument(model)
         self._memory = Memory(model, self._cache_name, numerics == "row_invariant")
@@ -77,12 +79,13 @@ class TransformersBackend(Backend):
             mask = path_mask(step, self._seen, tokens.shape, self.model.dtype)
         else:
             mask = None if self._seen.all() else self._seen.long()
+        mask = None if mask is None else mask.to(self._at)
         positions = np.maximum(step.position, 0).reshape(tokens.shape)
         exact = self.numerics == "row_invariant"
         begins = self.length - tokens.shape[1] < self._short  # the context is short for the first row at least
         apart = exact and (by_path or (tokens.shape[1] > 1 and (self._apart or begins)))
         self._begin(server, None if full else ~step.valid)
-        self._memory.valid = None if full else torch.from_numpy(step.valid.reshape(tokens.shape))
+        self._memory.valid = None if full else torch.from_numpy(step.valid.reshape(tokens.shape)).to(self._at)
         try:
             with (
                 torch.inference_mode(),
@@ -91,16 +94,16 @@ class TransformersBackend(Backend):
                 self._memory.window(self.cache) if verifies else nullcontext(),
             ):
                 output = self.model(
-                    input_ids=torch.from_numpy(np.ascontiguousarray(tokens)),
+                    input_ids=torch.from_numpy(np.ascontiguousarray(tokens)).to(self._at),
                     attention_mask=mask,
-                    position_ids=torch.from_numpy(positions.astype(np.int64)),
+                    position_ids=torch.from_numpy(positions.astype(np.int64)).to(self._at),
                     use_cache=True,
                     logits_to_keep=0 if all_rows else 1,
                     **{self._cache_name: self.cache},
                 )
         finally:
             self._begin(None, None)
-        logits = output.logits.float().numpy()
+        logits = output.logits.float().cpu().numpy()
         return logits.reshape(-1, logits.shape[-1]) if all_rows else logits[:, -1]
 
     def _begin(self, server: ExpertServer | None, padded: np.ndarray | None) -> None:
@@ -193,19 +196,37 @@ class TorchBackend(TransformersBackend):
         for what, given, valid in (("attention", attention, ATTENTIONS), ("numerics", numerics, NUMERICS)):
             if given not in valid:
                 raise BackendError(f"{what} {given!r} is not one of {', '.join(valid)}")
-        _check_layout(pack.manifest)
+        self._check_layout(pack.manifest)
         model = empty_model(config, dtype, attention)
         if (found := file_hash(Path(dense_path))) != pack.manifest.dense_hash:
             folder = Path(dense_path).parent
             raise BackendError(f"{dense_path} is damaged (hash {found}): remove {folder} and pack again")
         load_dense(model, dense_path)
-        self._live = install(model, pack.manifest.tensors, float_type(dtype))
+        self._live = self._install(model, pack.manifest.tensors, float_type(dtype))
         with plain_kernels(exact := numerics == "row_invariant"):
             settle_routers(model, exact)
         self._adapters: Installed | None = None
         super().__init__(model, threads, numerics)
         if numerics == "row_invariant":
             require_row_invariance(self.probe_row_invariance())
+
+    def _check_layout(self, manifest: Any) -> None:
+        """Raise ``BackendError`` where the pack's bytes are not those that the kernels read here."""
+        if manifest.byte_layout != "torch_cpu" and not (
+            manifest.byte_layout == "plain" and manifest.quant.kind == "none"
+        ):
+            raise BackendError(
+                f"the pack's byte layout is {manifest.byte_layout}; torch reads torch_cpu, or plain without quant"
+            )
+        here = torch.backends.cpu.get_cpu_capability()
+        if manifest.quant.kind == "int4" and manifest.isa != here:
+            raise BackendError(
+                f"the pack's int4 bytes are for {manifest.isa}, this machine runs {here}: pack again here"
+            )
+
+    def _install(self, model: PreTrainedModel, tensors: Sequence[TensorSpec], dtype: torch.dtype) -> Live:
+        """Send the experts of a model whose dense weights are loaded through the server."""
+        return install(model, tensors, dtype)
 
     def adapt(self, adapters: Adapters | None) -> None:
         """Serve ``adapters`` in the model's dtype; row-invariant numerics probes every kernel again with them.
@@ -285,13 +306,3 @@ def _restore_buffers(model: PreTrainedModel) -> None:
             if (buffer := module._buffers[name]) is not None:
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
     model.initialize_weights()
-
-
-def _check_layout(manifest: Any) -> None:
-    if manifest.byte_layout != "torch_cpu" and not (manifest.byte_layout == "plain" and manifest.quant.kind == "none"):
-        raise BackendError(
-            f"the pack's byte layout is {manifest.byte_layout}; torch reads torch_cpu, or plain without quant"
-        )
-    here = torch.backends.cpu.get_cpu_capability()
-    if manifest.quant.kind == "int4" and manifest.isa != here:
-        raise BackendError(f"the pack's int4 bytes are for {manifest.isa}, this machine runs {here}: pack again here")

@@ -1,4 +1,4 @@
-"""Arithmetic for systems that predict, on CPU tensors in float32, whatever the model computes in.
+"""Arithmetic for systems that predict, on CPU tensors in float32, whatever the model computes in, and where.
 
 A product of many rows is made of products of one row, since torch's fp32 kernels give other last bits for several rows
 at once, or for a row at another alignment in memory. So many rows cost what they cost one by one. Knows tensors; knows
@@ -28,12 +28,12 @@ class TorchOps(Ops):
     @torch.inference_mode()
     def numpy(self, tensor: torch.Tensor) -> np.ndarray:
         """A float32 copy of ``tensor``."""
-        return np.array(tensor.float().numpy())
+        return np.array(tensor.float().cpu().numpy())
 
     @torch.inference_mode()
     def rows(self, tensor: torch.Tensor, index: np.ndarray) -> torch.Tensor:
         """[N, H] -> [len(index), H]; an index outside 0..N-1 is torch's ``IndexError``."""
-        return tensor.index_select(0, torch.tensor(index, dtype=torch.int64)).float()
+        return tensor.index_select(0, torch.tensor(index, dtype=torch.int64).to(tensor.device)).float().cpu()
 
     @torch.inference_mode()
     def concat(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:

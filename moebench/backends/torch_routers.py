@@ -30,7 +30,7 @@ def settle_routers(model: nn.Module, exact: bool) -> None:
     dtype = model.get_input_embeddings().weight.dtype  # type: ignore[operator]
     for name in expert_modules(model):
         router, scorer = outer_router(model, name), router_module(model, name)
-        x = torch.randn(SAMPLE, scorer.weight.shape[1], generator=random).to(dtype)
+        x = torch.randn(SAMPLE, scorer.weight.shape[1], generator=random).to(scorer.weight.device, dtype)
         outputs = routed(router)
         with torch.inference_mode():
             plain = outputs(x)

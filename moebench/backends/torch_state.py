@@ -120,6 +120,7 @@ class Memory:
                 for name, state in _states(layer).items():
                     state.copy_(self._states[at][rows - 1][name])
             else:
+                index = index.to(layer.keys.device)
                 layer.keys, layer.values = layer.keys.index_select(-2, index), layer.values.index_select(-2, index)
                 if type(layer) is DynamicSlidingWindowLayer:
                     layer.cumulative_length = len(columns)

@@ -76,7 +76,8 @@ def attend_paths(
     own = visible | (visible.cumsum(-1) == 0)  # bool [B, W, T]
     if window := getattr(module, "sliding_window", None):
         rows, columns = visible.shape[1:]
-        own &= torch.arange(columns) > torch.arange(columns - rows, columns)[:, None] - window
+        at = torch.arange(columns, device=mask.device)
+        own &= at > at[columns - rows :, None] - window
     counts = own.sum(-1)
     apart = counts.shape[1] if short is None else int((counts.amin(0) < short).sum())
     out = None

@@ -57,10 +57,11 @@ class LiveModel:
 
 
 def load_live(
-    folder: Path, name: str, quant: str, layout: str, order: str = "", codec: str = "none", backend: str = "torch"
-) -> LiveModel:
-    """Open the pack of a model folder in the bytes of ``backend``, making it first if this machine has none; raises
-    one clear line on failure.
+    folder: Path, name: str, quant: str, layout: str, order: str = "", codec: str = "none", backend: str = "torch",
+    device: str = "cpu",
+) -> LiveModel:  # fmt: skip
+    """Open the pack of a model folder in the bytes of ``backend`` and ``device``, making it first if this machine has
+    none; raises one clear line on failure.
     """
     from moebench.backends.torch_geometry import geometry_of
 
@@ -68,7 +69,7 @@ def load_live(
     ends = end_tokens(folder, tokenizer)
     geometry = geometry_of(_config(folder), name)  # what cannot run is refused before it is packed
     require_model(backend, folder)
-    pack = ensure_pack(folder, name, quant, layout, order, codec, BYTE_LAYOUTS[backend])
+    pack = ensure_pack(folder, name, quant, layout, order, codec, BYTE_LAYOUTS[backend, device])
     return LiveModel(folder, pack, as_packed(geometry, pack), tokenizer, ends)
 
 
@@ -163,11 +164,15 @@ def with_drafter(model: LiveModel, backend: Any, folder: str | Path | None) -> L
 
 
 def byte_layout_named(name: str) -> ByteLayout:
-    """The byte layout ``torch_cpu``, ``mlx`` or ``plain``."""
+    """The byte layout ``torch_cpu``, ``mlx``, ``plain``, or what of ``plain`` a torch device has kernels for."""
     if name == "torch_cpu":
         from moebench.backends.torch_bytes import TorchCpuLayout
 
         return TorchCpuLayout()
+    if name == "device":
+        from moebench.backends.torch_device_model import DeviceLayout
+
+        return DeviceLayout()
     if name == "mlx":
         from moebench.store.mlx_bytes import MlxLayout
 

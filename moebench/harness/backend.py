@@ -14,15 +14,40 @@ from moebench.backends.base import Backend
 from moebench.errors import UsageError
 
 if TYPE_CHECKING:
+    from moebench.backends.torch_device import TorchDevice
+    from moebench.config import RunConfig
+    from moebench.hardware import HardwareProfile
     from moebench.harness.assets import LiveModel
 
-BYTE_LAYOUTS = {"torch": "torch_cpu", "mlx": "mlx"}  # by backend
+BYTE_LAYOUTS = {("torch", "cpu"): "torch_cpu", ("torch", "cuda"): "device", ("mlx", "cpu"): "mlx"}
 
 
 def require_backend(name: str) -> None:
     """Raise ``UsageError`` where the library of ``name`` is not installed."""
     if name == "mlx" and not (importlib.util.find_spec("mlx") and importlib.util.find_spec("mlx_lm")):
         raise UsageError("backend=mlx needs mlx and mlx-lm: pip install 'moebench[mlx]'")
+
+
+def require_device(config: RunConfig, profile: HardwareProfile, clock: str) -> None:
+    """Raise ``UsageError`` where a run that is to compute on a device of its own memory cannot, or would not say so."""
+    if config.device == "cpu":
+        return
+    if config.backend != "torch":
+        raise UsageError(f"device= chooses what torch computes on; backend={config.backend} has the device it finds")
+    from moebench.backends.torch_cuda import refusal
+
+    if (reason := refusal()) is not None:
+        raise UsageError(f"device={config.device}: {reason}; device=cpu computes on the processor")
+    if clock == "virtual":
+        raise UsageError(
+            f"device={config.device} chooses what a measured run computes on, and this one is modeled; use hw=host, "
+            f"made by 'moebench calibrate device={config.device}'"
+        )
+    if profile.unified:
+        raise UsageError(
+            f"device={config.device} has a memory of its own and hw={config.hw} declares none; make hw=host anew with "
+            f"'moebench calibrate device={config.device}'"
+        )
 
 
 def require_model(name: str, folder: Path) -> None:
@@ -43,8 +68,12 @@ def _for_mlx(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
     return {**config, **own}
 
 
-def open_backend(name: str, model: LiveModel, numerics: str = "row_invariant", threads: int = 1) -> Backend:
-    """The backend ``name`` over the pack and dense weights of ``model``; torch computes with ``threads`` threads."""
+def open_backend(
+    name: str, model: LiveModel, numerics: str = "row_invariant", threads: int = 1, device: str = "cpu"
+) -> Backend:
+    """The backend ``name`` over the pack and dense weights of ``model``; torch computes with ``threads`` threads, or on
+    ``device``.
+    """
     dense: Any = model.pack.dense_path
     if name == "mlx":
         from moebench.backends.mlx_model import MlxBackend
@@ -56,5 +85,16 @@ def open_backend(name: str, model: LiveModel, numerics: str = "row_invariant", t
         return MlxBackend(model.pack, dense, config, converted=is_mlx(checkpoint), numerics=numerics)
     from moebench.backends.torch_model import TorchBackend
 
-    attention = "eager" if numerics == "row_invariant" else "sdpa"
-    return TorchBackend(model.pack, dense, model.config, attention=attention, numerics=numerics, threads=threads)
+    how: dict[str, Any] = {"attention": "eager" if numerics == "row_invariant" else "sdpa", "numerics": numerics}
+    if device == "cpu":
+        return TorchBackend(model.pack, dense, model.config, threads=threads, **how)
+    from moebench.backends.torch_device_model import DeviceBackend
+
+    return DeviceBackend(open_device(device), model.pack, dense, model.config, threads=threads, **how)
+
+
+def open_device(name: str) -> TorchDevice:
+    """The device ``cuda``."""
+    from moebench.backends.torch_cuda import CudaDevice
+
+    return CudaDevice()

@@ -159,9 +159,9 @@ def _live(cell: Cell, registry: Registry, progress: Progress) -> Row:
     config = cell.config
     progress(f"loading {cell.model}")
     packed = (config.quant, config.layout, config.order, config.codec)
-    model = load_live(cell.folder, cell.model, *packed, config.backend)
+    model = load_live(cell.folder, cell.model, *packed, config.backend, config.device)
     suite = suite_for(config, model)
-    backend = open_backend(config.backend, model, config.numerics, cell.threads)
+    backend = open_backend(config.backend, model, config.numerics, cell.threads, config.device)
     prompts = _prompts(cell)
     ids = [model.tokenizer(p)["input_ids"] for p in prompts]
     if not all(ids):

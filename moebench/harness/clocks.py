@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from moebench.backends.device import DeviceSlots
 from moebench.harness import costs as cost_model
 from moebench.harness.frame import Frame
 from moebench.residency.places import Places
@@ -21,15 +22,18 @@ Buffer = Callable[[str, int], np.ndarray]  # the bytes of (tier, slot)
 
 
 def open_clock(
-    frame: Frame, engine: Any, buffer: Buffer, places: Places, held_bytes: int, dense_bits: float | None
-) -> Any:
+    frame: Frame, engine: Any, buffer: Buffer, places: Places, held_bytes: int, dense_bits: float | None,
+    apart: DeviceSlots | None = None,
+) -> Any:  # fmt: skip
     """The timeline of a run; ``engine`` is None where no bytes move. ``held_bytes`` is what the page cache cannot have
-    of a modeled machine, and its dense weights have ``dense_bits`` each (None: as many as its experts').
+    of a modeled machine, and its dense weights have ``dense_bits`` each (None: as many as its experts'). ``apart`` are
+    the slots of a device of its own memory.
     """
     if frame.cell.clock == "wall":
+        from moebench.timeline.moves import DeviceMoves
         from moebench.timeline.wall import WallTimeline
 
-        return WallTimeline(engine, buffer)
+        return WallTimeline(engine, buffer, None if apart is None else DeviceMoves(engine, apart))
     costs = modeled_costs(frame, held_bytes, dense_bits)
     if engine is None:
         return VirtualTimeline(costs, places)

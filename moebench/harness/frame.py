@@ -42,8 +42,9 @@ class Frame:
     @property
     def two_tiers(self) -> bool:
         """A CPU box has one memory: it has two tiers only where the run splits it."""
-        cell = self.cell
-        return cell.config.device_budget != "auto" or not (cell.profile.unified or cell.clock == "wall")
+        cell, config = self.cell, self.cell.config
+        split = config.device != "cpu" or config.device_budget != "auto"
+        return split or not (cell.profile.unified or cell.clock == "wall")
 
     @property
     def state_bytes(self) -> int:

@@ -42,7 +42,7 @@ def rungs_of(config: RunConfig, registry: Registry) -> list[Planned]:
     if not cell.live:
         raise UsageError(f"a ladder needs a model that answers; {cell.model} is a geometry: model=tinymoe or a folder")
     packed = (config.quant, config.layout, config.order, config.codec)
-    model = load_live(cell.folder, cell.model, *packed, config.backend)
+    model = load_live(cell.folder, cell.model, *packed, config.backend, config.device)
     target = Target(cell.model, model.geometry, model.pack.manifest.model["weights_hash"], model.config)
     first, *others = cell.spec.ladder(config.knobs, target)
     name = "streamed" if config.quant == "none" else f"{config.quant} experts"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moebench.backends.device import DeviceSlots
 from moebench.budget import parse_budget
 from moebench.errors import UsageError
 from moebench.geometry import Geometry
@@ -131,9 +132,10 @@ def make_tiers(
     real: bool,
     ledger: Ledger,
     allocate: Callable[[int], np.ndarray] = aligned_buffer,
+    apart: DeviceSlots | None = None,
 ) -> list[Tier]:
-    """Build and book the tiers; ``real`` ones have an arena of 4096-aligned slots, made by ``allocate(nbytes)``. Host
-    slots are always shared.
+    """Build and book the tiers; ``real`` ones have an arena of 4096-aligned slots, made by ``allocate(nbytes)``, or by
+    ``apart`` where a device has a memory of its own. Host slots are always shared.
     """
     tiers = []
     for name, category, slots, by in (
@@ -144,7 +146,11 @@ def make_tiers(
         if not slots:
             continue
         held = slots - slots % (geometry.layers if by == "per_layer" else 1)  # layers own equal parts
-        arena = allocate(held * slot_bytes).reshape(held, slot_bytes) if real else None
+        arena = None
+        if real:
+            arena = (
+                apart.tier(name, held, slot_bytes) if apart else allocate(held * slot_bytes).reshape(held, slot_bytes)
+            )
         tier = Tier(name, slots, slot_bytes, geometry.layers, geometry.experts, by, arena)
         ledger.book(category, tier.capacity_bytes)
         tiers.append(tier)

@@ -71,7 +71,8 @@ class Sessions:
             future=future, observers=observers,
             warmup_tokens=self.warmup, batch=self.batch, context=self.context,
             longest_prompt=max(1, self.context - self.cell.config.workload.new_tokens), equipment=self.equipment,
-            ops=backend.ops, drafter=self.model.drafter, allocate=backend.buffer,
+            ops=backend.ops, drafter=self.model.drafter, allocate=backend.buffer, device=backend.device,
+            transient_bytes=backend.transient_bytes,
         )  # fmt: skip
         self.opened.append(session)
         return session

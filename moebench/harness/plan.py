@@ -16,7 +16,7 @@ from moebench.config import RunConfig
 from moebench.errors import UsageError, unknown
 from moebench.geometry import EMBEDDED, Geometry, embedded_folder
 from moebench.hardware import HardwareProfile
-from moebench.harness.backend import require_backend
+from moebench.harness.backend import require_backend, require_device
 from moebench.plugins import Registry
 from moebench.store.engines import DEPTH
 from moebench.systemspec import SystemSpec
@@ -115,10 +115,11 @@ def plan(config: RunConfig, registry: Registry) -> list[Cell]:
     else:
         valid = [EMBEDDED, "auto", *registry.models]
         raise unknown("model", config.model, valid, "; or a model folder, or org/name in the hub cache")
-    if config.backend != "torch":
-        require_backend(config.backend)
-        if not any(cell.live for cell in cells):
-            raise UsageError(f"backend={config.backend} chooses what computes, and a replay computes nothing")
+    require_backend(config.backend)
+    require_device(config, profile, clock)
+    for name, usual in (("backend", "torch"), ("device", "cpu")):
+        if (value := getattr(config, name)) != usual and not any(cell.live for cell in cells):
+            raise UsageError(f"{name}={value} chooses what computes, and a replay computes nothing")
     if config.mode == "model_io" and any(cell.live for cell in cells):
         raise UsageError(
             "mode=model_io models a measured replay, and this run computes; choose workload=trace, or model="

@@ -22,6 +22,11 @@ from moebench.store.relocate import RelocatingEngine
 
 def require_movable(config: RunConfig) -> None:
     """Raise where experts of this run could not change places: they need one place of one size each."""
+    if config.device != "cpu":
+        raise UsageError(
+            f"{config.system} re-organises storage, which writes experts from the host's memory, and device="
+            f"{config.device} keeps them in its own; its own options switch re-organisation off"
+        )
     if config.layout not in WHOLE or config.codec != "none":
         raise UsageError(
             f"{config.system} re-organises storage, which needs layout={' or layout='.join(WHOLE)} and codec=none, "

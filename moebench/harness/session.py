@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from moebench.backends.device import Device, DeviceSlots
 from moebench.budget import parse_bytes
 from moebench.engine.acquire import Experts
 from moebench.engine.hooks import Hooks
@@ -76,11 +77,14 @@ def open_session(
     ops: Any = None,
     drafter: Any = None,
     allocate: Callable[[int], np.ndarray] = aligned_buffer,
+    device: Device | None = None,
+    transient_bytes: int = 0,
 ) -> Session:
     """Size, book and connect everything. ``pack`` is None on runs that move no bytes; ``context`` is the longest
     sequence and ``longest_prompt`` the longest prompt, both in tokens; 0 on runs in which nothing computes.
     ``equipment`` is what the system brings, ``ops`` the arithmetic of a backend that computes, ``drafter`` a model that
-    drafts for it, ``allocate(nbytes)`` its memory for experts.
+    drafts for it, ``allocate(nbytes)`` its memory for experts on the host, ``device`` one of its own memory that it
+    computes on, ``transient_bytes`` what it takes for a moment beside a pass's rows.
     """
     equipment = equipment or Equipment()
     geometry = replace(geometry, top_k=equipment.top_k or geometry.top_k)
@@ -91,13 +95,16 @@ def open_session(
         remembered = batch * context * drafter.kv_bytes_per_token
         held["draft"] = held.get("draft", 0) + drafter.held_bytes + remembered
     engine = _engine(frame, registry)
+    apart = None if device is None else DeviceSlots(device, allocate)
     try:
-        memory = _book(frame, engine, dense_bytes, held, allocate)
+        memory = _book(frame, engine, (dense_bytes, transient_bytes), held, allocate, apart)
         places = Places.in_order(geometry.keys) if pack is None else Places(pack.position(np.arange(pack.keys)))
-        arenas = {tier.name: tier.arena for tier in (*memory.tiers, memory.scratch) if tier is not None}
+        rows = {tier.name: tier.rows for tier in (*memory.tiers, memory.scratch) if tier is not None}
         filled = memory.ledger.total_bytes + frame.state_bytes
-        timeline = open_clock(frame, engine, lambda tier, slot: arenas[tier][slot], places, filled, dense_bits)
+        timeline = open_clock(frame, engine, lambda tier, slot: rows[tier][slot], places, filled, dense_bits, apart)
     except BaseException:
+        if apart is not None:
+            apart.close()
         if engine is not None:
             engine.close()
         raise
@@ -140,9 +147,12 @@ def _engine(frame: Frame, registry: Any) -> Any:
 
 
 def _book(
-    frame: Frame, engine: Any, dense_bytes: int, held: Mapping[str, int], allocate: Callable[[int], np.ndarray]
-) -> Memory:
-    """Sizes, ledger and tiers; ``held`` are the bytes of what system and drafter hold, by category."""
+    frame: Frame, engine: Any, own: tuple[int, int], held: Mapping[str, int], allocate: Callable[[int], np.ndarray],
+    apart: DeviceSlots | None,
+) -> Memory:  # fmt: skip
+    """Sizes, ledger and tiers; ``own`` are the model's dense and transient bytes, ``held`` those of what system and
+    drafter hold, by category.
+    """
     config, geometry, handling = frame.cell.config, frame.geometry, frame.handling
     slot_bytes, staging = geometry.slot_bytes, 0
     if engine is not None:
@@ -150,7 +160,8 @@ def _book(
     if handling.relocation_bytes and frame.cell.clock == "virtual":
         staging += 2 * slot_bytes  # the two experts of a swap
     ledger = Ledger(None if config.memory is None else parse_bytes(config.memory, "memory"))
-    activations = frame.activation_bytes
+    dense_bytes, transient_bytes = own
+    activations = frame.activation_bytes + transient_bytes
     fixed = dense_bytes + activations + frame.state_bytes + sum(held.values())
     sizes = size(
         geometry, slot_bytes, frame.cell.spec, config.budget, config.scope, frame.cell.profile, staging, fixed,
@@ -161,7 +172,7 @@ def _book(
     ledger.book("staging", staging)
     for category, nbytes in held.items():
         ledger.book(category, nbytes)
-    tiers = make_tiers(geometry, slot_bytes, sizes, config.scope, engine is not None, ledger, allocate)
+    tiers = make_tiers(geometry, slot_bytes, sizes, config.scope, engine is not None, ledger, allocate, apart)
     ledger.set("kv", frame.state_bytes)  # what it will grow to must fit too
     ledger.set("kv", 0)
     ledger.forget_peak()

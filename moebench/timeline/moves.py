@@ -72,7 +72,7 @@ class HostMoves(Moves):
 
 class DeviceMoves(Moves):
     """A device tier in memory of its own. A copy up is only issued: who computes on the slot, reads into its source or
-    fills it anew waits for it as ``DeviceSlots`` says. A copy down and a decoded expert are there when the move returns.
+    fills it anew waits for it as ``DeviceSlots`` says. A copy down and a decoded expert are there when a move returns.
     """
 
     def __init__(self, engine: ReadEngine, slots: DeviceSlots) -> None:
