@@ -55,8 +55,8 @@ class TimeCurve:
         return described(self)
 
     def seconds(self, x: float, y: float) -> float:
-        """Log-log between the points, along the line through the last two beyond them, clamped before the first; never
-        less for more along the second axis.
+        """Log-log between the points, along the line through the last two beyond them, clamped before the first; within
+        the first axis never less for more along the second.
         """
         found = _along(self.xs, [_along(self.ys, list(accumulate(row, max)), y) for row in self.rows], x)
         return float(f"{found:.10g}") * 1e-6
