@@ -34,9 +34,11 @@ class Outcome:
 
     @property
     def error(self) -> str:
-        """Its one line of error; there is no traceback, and nothing else was to be said."""
+        """Its one line of error, or that of its failed row; there is no traceback."""
         lines = [line for line in self.err.splitlines() if line.startswith("moebench: error: ")]
         assert "Traceback" not in self.err + self.out, self.err
+        if not lines and '"status":"failed"' in self.out:
+            lines = [line for line in self.out.splitlines() if line.startswith("failed ")]
         assert len(lines) == 1, (self.code, self.err)
         return lines[0]
 

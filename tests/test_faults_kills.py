@@ -94,7 +94,8 @@ def content(command: Command, out: Path) -> dict[str, str]:
         for name in [name for name in found if name.endswith(".json")]:
             row = result.load(out / name)
             del found[name]
-            found[name.rpartition("-")[0]] = row.id
+            if row.status == "ok":  # one that failed is a row too
+                found[name.rpartition("-")[0]] = row.id
     elif command.timed:
         for name in [name for name in found if name.endswith(".safetensors")]:
             header, tensors = artefact.read(out / name)

@@ -1,5 +1,5 @@
-"""BigMoMo killed while it re-organises storage: the pack stays as it was, of the copy every expert can be recovered, and
-the next run finds nothing in its way.
+"""BigMoMo killed while it re-organises storage: the pack stays as it was, of the copy every expert can be recovered, and the
+next run finds nothing in its way.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def examine(home: Path, pack: Pack, before: dict[str, str]) -> str:
         records = (folder / JOURNAL).stat().st_size // SIZE if (folder / JOURNAL).is_file() else 0
         if not records:
             state = "begun"
-            with pytest.raises(StoreError, match="not finished|no journal"):
+            with pytest.raises(StoreError, match=r"not finished|no journal"):
                 Overlay.recover(folder, pack)
             continue
         state = "still" if records % 2 else "torn"  # the first record, then two for each swap

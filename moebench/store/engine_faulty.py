@@ -28,8 +28,8 @@ class FaultyEngine(ReadEngine):
     """Wraps engine ``inner`` (its options follow by name).
 
     ``eio``, ``short_read`` and ``bit_flip`` are rates per read call, 0 to 1: it fails, returns half, or has one wrong
-    bit. ``delay_s`` delays every read call. ``reorder`` holds up to that many finished experts and hands them out
-    shuffled. ``keys`` restricts the faults of read calls to these experts.
+    bit. ``delay_s`` delays read calls, all of them or the rate ``spike`` of them. ``reorder`` holds up to that many
+    finished experts and hands them out shuffled. ``keys`` restricts the faults of read calls to these experts.
     """
 
     def __init__(
@@ -42,16 +42,17 @@ class FaultyEngine(ReadEngine):
         short_read: float = 0.0,
         bit_flip: float = 0.0,
         delay_s: float = 0.0,
+        spike: float = 1.0,
         reorder: int = 0,
         keys: Sequence[int] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(pack)
-        if not all(0 <= rate <= 1 for rate in (eio, short_read, bit_flip)) or delay_s < 0 or reorder < 0:
+        if not all(0 <= rate <= 1 for rate in (eio, short_read, bit_flip, spike)) or delay_s < 0 or reorder < 0:
             raise StoreError(
-                "engine faulty: eio, short_read and bit_flip are rates from 0 to 1, delay_s and reorder from 0 up"
+                "engine faulty: eio, short_read, bit_flip, spike are rates from 0 to 1, delay_s and reorder from 0 up"
             )
-        self._rates = {"eio": eio, "short_read": short_read, "bit_flip": bit_flip}
+        self._rates = {"eio": eio, "short_read": short_read, "bit_flip": bit_flip, "spike": spike if delay_s else 0.0}
         self._seed, self._delay_s, self._reorder = seed, delay_s, reorder
         self._ranges = None if keys is None else [(s.offset, s.nbytes) for key in keys for s in pack.segments(key)]
         self._lock, self._attempts, self.injected = threading.Lock(), Counter[int](), Counter[str]()
@@ -159,7 +160,7 @@ class FaultyEngine(ReadEngine):
             self._attempts[offset] += 1
             drawn = {kind for kind in self._rates if self._draw(kind, offset) < self._rates[kind]}
             self.injected.update(drawn)
-        if self._delay_s:
+        if "spike" in drawn:
             time.sleep(self._delay_s)
         if "eio" in drawn:
             raise OSError(errno.EIO, os.strerror(errno.EIO))

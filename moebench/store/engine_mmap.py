@@ -1,8 +1,8 @@
 """The ``mmap`` engine: maps experts.bin and copies experts out of the mapping, so that page faults do the reading.
 
 What the operating system keeps of the file is its own choice. Bytes read are bytes copied, and calls are copies:
-how many of them came from the disk, the engine cannot know. A file that shrinks while it is mapped ends the process
-(SIGBUS).
+how many of them came from the disk, the engine cannot know. A file that was cut short is looked for before each copy;
+one that is cut short, or cannot be read, amid a copy ends the process (SIGBUS).
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class MmapEngine(ThreadEngine):
         os.close(fd)
 
     def _read_at(self, fd: int, views: list[np.ndarray], offset: int) -> int:
-        done = 0
+        done, end = 0, os.fstat(fd).st_size
         for view in views:
-            source = self._data[offset + done : offset + done + len(view)]
+            source = self._data[offset + done : min(offset + done + len(view), end)]
             np.copyto(view[: len(source)], source)  # releases the interpreter lock while it faults
             done += len(source)
         return done
