@@ -17,6 +17,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from moebench.backends.device import Event, Stream
 from moebench.backends.torch_device import TorchDevice
+from moebench.store import coded
 
 
 class Unseen:
@@ -202,6 +203,11 @@ class SimDevice(TorchDevice):
 
     def allocate(self, count, nbytes):
         return super().allocate(count, nbytes).fill_(0xFF)  # poison: bytes nobody loaded are NaN
+
+    def decode(self, stored, target, decoded):
+        """By the compiled decoder, which takes no step after another in Python."""
+        coded.decode(stored, decoded)
+        self.upload(decoded.copy(), target)
 
     def pin(self, array):
         assert array.ctypes.data % 4096 == 0

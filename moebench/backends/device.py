@@ -171,7 +171,7 @@ class DeviceSlots:
     def decode(self, source: Place, target: Place, stored_bytes: int, decoded: np.ndarray) -> None:
         """Decode a host slot's stored bytes into a device slot, and wait for what it says of itself in ``decoded``."""
         data, slot = self._bytes(source, stored_bytes), self.tiers[DEVICE][target[1]].data
-        self.issue(self.device.up, lambda: self.device.decode(data, slot, decoded), (source,), (target,))
+        self.issue(self.device.up, lambda: self.device.decode(data, slot, decoded), (source,), (target,)).synchronize()
 
     def _bytes(self, place: Place, nbytes: int) -> np.ndarray:
         return self.tiers[place[0]][place[1]][:nbytes]
