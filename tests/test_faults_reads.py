@@ -28,7 +28,7 @@ from moebench.harness.plan import plan
 from moebench.harness.session import open_session
 from moebench.hookspecs import hookimpl
 from moebench.plugins import load_plugins
-from moebench.step import DECODE
+from moebench.step import PREFILL
 from moebench.store.engines import StoreError
 from moebench.store.layout import QuantSpec
 from moebench.store.pack import Pack
@@ -154,7 +154,7 @@ class Count:
 
     @hookimpl
     def end_step(self, step) -> None:
-        self.tokens += step.emits if step.phase >= DECODE else 0
+        self.tokens += step.emits if step.phase != PREFILL else 0
 
 
 def held() -> tuple[int, int]:

@@ -176,3 +176,20 @@ def test_damage_under_a_measured_replay_is_a_failed_row(mini, tmp_path, capsys):
     assert main(["run", "system=ondemand", "hw=host", *words]) == 1
     (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert re.search(r"experts\.bin: layer \d+, expert \d+, offset \d+: wrong bytes.*remove", row["error"])
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [(["budget=1KiB"], "budget=65536B"), (["layout=ordered", "order=nowhere"], "order=nowhere: no such")],
+)
+def test_what_is_refused_is_refused_before_anything_is_packed(mini, tmp_path, capsys, words, hint):
+    make_host(tmp_path / "home")
+    live = [f"{key}={value}" for key, value in LIVE.items()]
+    assert main(["run", "system=lru", "hw=host", *live, *words]) == 2
+    assert hint in error_line(capsys)
+    assert not list((tmp_path / "home").glob("packs/*/experts.bin"))
+    if words == ["budget=1KiB"]:
+        replay = [word for word in WORDS if not word.startswith("hw=")]
+        assert main(["run", "system=lru", "hw=host", *replay, *words]) == 2
+        assert "needs at least" in error_line(capsys)
+        assert not list((tmp_path / "home").glob("packs/*"))

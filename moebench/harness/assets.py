@@ -207,6 +207,8 @@ def ensure_pack(
         trace = order or (str(own) if own.is_file() else "")
         if not trace:
             raise UsageError("layout=ordered needs order=TRACE, a trace of this model ('moebench trace record')")
+        if not Path(trace).is_file():
+            raise UsageError(f"order={trace}: no such trace file")
         layout_id = f"ordered-{file_hash(Path(trace))[:12]}"
     else:
         layout_id = layout

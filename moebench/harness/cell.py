@@ -16,9 +16,10 @@ from moebench.config import RunConfig
 from moebench.engine.loop import Loop, replay
 from moebench.errors import UsageError
 from moebench.harness import environment, figures
-from moebench.harness.assets import LiveModel, load_live, read_prompts, text_hash, with_drafter
+from moebench.harness.assets import LiveModel, folder_geometry, load_live, read_prompts, text_hash, with_drafter
 from moebench.harness.backend import open_backend
 from moebench.harness.costs import coded_bytes
+from moebench.harness.frame import require_budget
 from moebench.harness.matrices import by_matrix
 from moebench.harness.passes import Sessions
 from moebench.harness.plan import Cell
@@ -83,17 +84,18 @@ def _replay(cell: Cell, registry: Registry, progress: Progress) -> Row:
     trace = load_trace(cell)
     if cell.spec.handling(config.knobs).matrices:
         geometry, trace = by_matrix(geometry, trace, config.layout, config.codec)
-    pack = None
-    if cell.clock == "wall":
-        from moebench.harness.random_pack import random_pack
-
-        pack = random_pack(geometry, config.layout, config.codec, progress)
     context = int(trace.position.max()) + 1
     prompts = np.unique(trace.sequence[trace.phase == PREFILL], return_counts=True)[1]
     longest = int(prompts.max(initial=1)) if cell.computes else 0
     future = demands(trace, config) if cell.spec.foresees(config.knobs) else None
     target = Target(geometry.name, geometry, trace=trace, trees=not geometry.fixed_state_bytes, asked=_asked(config))
     equipment = cell.spec.equip(config.knobs, target)
+    pack = None
+    if cell.clock == "wall":
+        from moebench.harness.random_pack import random_pack
+
+        require_budget(cell, geometry, equipment)
+        pack = random_pack(geometry, config.layout, config.codec, progress)
     repeats = config.repeats if cell.clock == "wall" else 1
     runs = []
     for _ in range(repeats):
@@ -158,6 +160,8 @@ def demands(trace: Trace, config: RunConfig) -> list[tuple[int, list[int]]]:
 def _live(cell: Cell, registry: Registry, progress: Progress) -> Row:
     config = cell.config
     progress(f"loading {cell.model}")
+    fewest = Equipment(top_k=None if cell.spec.fidelity(config.knobs) == "exact" else 1)  # what it brings comes later
+    require_budget(cell, folder_geometry(cell.folder, cell.model, config.quant), fewest)
     packed = (config.quant, config.layout, config.order, config.codec)
     model = load_live(cell.folder, cell.model, *packed, config.backend, config.device)
     suite = suite_for(config, model)

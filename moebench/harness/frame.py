@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moebench.geometry import Geometry
-from moebench.harness.memory import require_tiers
+from moebench.harness.memory import require_tiers, size
 from moebench.harness.plan import Cell
 from moebench.harness.relocation import require_movable
 from moebench.systemspec import Equipment, Handling
@@ -62,3 +62,13 @@ class Frame:
         rows = min(self.cell.config.chunk, self.longest_prompt) * self.batch
         per_row = geometry.hidden * (4 + geometry.top_k) + 2 * geometry.intermediate * geometry.top_k
         return rows * per_row * ACTIVATION_BYTES + self.batch * geometry.vocabulary * 4
+
+
+def require_budget(cell: Cell, geometry: Geometry, equipment: Equipment) -> None:
+    """Raise, before anything is packed, what a session would raise of a budget however little its engine stages."""
+    frame = Frame(cell, replace(geometry, top_k=equipment.top_k or geometry.top_k), None, equipment, 1, 0, 0)
+    config = cell.config
+    size(
+        frame.geometry, geometry.slot_bytes, cell.spec, config.budget, config.scope, cell.profile, 0, 0,
+        1 + frame.two_tiers, config.device_budget, frame.handling,
+    )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from moebench.errors import UsageError
@@ -11,6 +12,7 @@ from moebench.geometry import Geometry
 from moebench.harness.assets import open_kept
 from moebench.plugins import home
 from moebench.store.layout import QuantSpec
+from moebench.store.lock import alone
 from moebench.store.pack import MANIFEST
 from moebench.units import GIB
 
@@ -27,8 +29,12 @@ def random_pack(geometry: Geometry, layout: str, codec: str, progress: Callable[
         f"{geometry.layers}x{geometry.experts}x{geometry.intermediate}x{geometry.hidden}"  # a geometry may be edited
     )
     out = folder / f"random-{geometry.name}-{sizes}-{geometry.quant}-{geometry.group}-{layout}-{codec}"
-    if (out / MANIFEST).is_file():
-        return open_kept(out)
+    with alone(out.with_name(f"{out.name}.lock")):  # of processes that want it at once one makes it
+        return open_kept(out) if (out / MANIFEST).is_file() else _written(geometry, out, layout, codec, progress)
+
+
+def _written(geometry: Geometry, out: Path, layout: str, codec: str, progress: Callable[[str], None]) -> Any:
+    folder = out.parent
     need, free = geometry.keys * geometry.slot_bytes, shutil.disk_usage(folder).free
     if need + RESERVE_BYTES > free:
         raise UsageError(
