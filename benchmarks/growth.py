@@ -16,6 +16,7 @@ import dataclasses
 import json
 import math
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -53,12 +54,13 @@ class Instant:
     def __init__(self, shape: geometry.Geometry) -> None:
         self.pack = SimpleNamespace(expert_bytes=shape.expert_bytes, read_bytes=lambda key: shape.slot_bytes)
 
-    def submit(self, key: int, buffer: Any, priority: int) -> Future[int]:
+    def submit_all(self, keys: Sequence[int], buffers: Sequence[Any], priority: int) -> list[Future[int]]:
         """Nothing to do."""
-        self.calls += 1
-        future: Future[int] = Future()
-        future.set_result(0)
-        return future
+        self.calls += len(keys)
+        futures: list[Future[int]] = [Future() for _ in keys]
+        for future in futures:
+            future.set_result(0)
+        return futures
 
     def close(self) -> None:
         """Nothing is open."""

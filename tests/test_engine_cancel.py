@@ -20,7 +20,7 @@ from test_live_identity import Lab, check_same
 from moebench.hookspecs import hookimpl
 from moebench.store.block_queue import DEMAND, PREFETCH
 from moebench.store.engine_threads import PreadEngine
-from moebench.store.engines import StoreError, open_engine
+from moebench.store.engines import ReadEngine, StoreError, open_engine
 from moebench.store.layout import QuantSpec
 from moebench.store.plain import PlainLayout
 from moebench.store.writer import write_pack
@@ -203,6 +203,7 @@ def test_a_prefetch_that_fails_harms_nobody(lab, clock, host, monkeypatch):
 
     submit = PreadEngine.submit
     monkeypatch.setattr(PreadEngine, "submit", broken)
+    monkeypatch.setattr(PreadEngine, "submit_all", ReadEngine.submit_all)
     check_same(lab.run([Adversary(3), watch], 7, host=host, clock=clock), reference)
     assert sum(r.lost for r in watch.records) > 10
 
@@ -214,5 +215,6 @@ def test_a_demand_that_fails_still_fails_the_step(lab, monkeypatch):
         return raise_later
 
     monkeypatch.setattr(PreadEngine, "submit", broken)
+    monkeypatch.setattr(PreadEngine, "submit_all", ReadEngine.submit_all)
     with pytest.raises(StoreError, match="unreadable"):
         lab.run([], 7)

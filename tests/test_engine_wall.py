@@ -28,6 +28,9 @@ class ByHand:
         self.reads[key] = future, buffer
         return future
 
+    def submit_all(self, keys, buffers, priority):
+        return [self.submit(key, buffer, priority) for key, buffer in zip(keys, buffers, strict=True)]
+
     def land(self, key):
         future, buffer = self.reads[key]
         buffer[:] = key

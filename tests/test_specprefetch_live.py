@@ -33,7 +33,7 @@ from moebench.routing import softmax
 from moebench.step import DECODE
 from moebench.store.block_queue import DEMAND
 from moebench.store.engine_threads import PreadEngine
-from moebench.store.engines import StoreError, open_engine
+from moebench.store.engines import ReadEngine, StoreError, open_engine
 from moebench.store.layout import QuantSpec
 from moebench.store.pages import aligned_buffer
 from moebench.store.writer import write_pack
@@ -183,6 +183,7 @@ def test_a_prefetch_that_always_fails_changes_nothing(lab, reference, monkeypatc
         return failed
 
     monkeypatch.setattr(PreadEngine, "submit", broken)
+    monkeypatch.setattr(PreadEngine, "submit_all", ReadEngine.submit_all)
     for clock in ("wall", "virtual"):
         tokens, logits, _ = lab.run(6, clock, observers=[watch], window=False)
         assert tokens == reference[1][0]

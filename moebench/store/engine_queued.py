@@ -101,6 +101,12 @@ class QueuedEngine(ReadEngine):
         """Start reading expert ``key``; raises ``StoreError`` for a wrong argument or a closed engine."""
         return self._enqueue([self._request([key], [buffer], priority)])[0]
 
+    def submit_all(self, keys: Sequence[int], buffers: Sequence[np.ndarray], priority: int) -> list[Future[int]]:
+        """Start reading several experts: the queue is opened once for all of them."""
+        return self._enqueue(
+            [self._request((key,), (buffer,), priority) for key, buffer in zip(keys, buffers, strict=True)]
+        )
+
     def submit_run(self, keys: Sequence[int], buffers: Sequence[np.ndarray], priority: int) -> list[Future[int]]:
         """Read neighbours with one call, and the gaps between them, which count in ``bytes_read`` alone.
 
@@ -205,6 +211,10 @@ class QueuedEngine(ReadEngine):
         self._checked[id(buffer)] = weakref.ref(buffer)
 
     def _blocks(self, part: Part) -> deque[Block]:
+        if self._whole and not self.block_bytes:  # one call, on the way of every read: no more is done than must be
+            ((offset, nbytes, dest),) = self.pack.segments(part.key)
+            part.nbytes = align_up(nbytes) if self.past_cache else nbytes
+            return deque((Block(offset, (Piece(part, dest, part.nbytes),)),))
         blocks: deque[Block] = deque()
         for offset, nbytes, dest in self._reads(part.key):
             part.nbytes += nbytes

@@ -51,12 +51,16 @@ class ReadEngine(ABC):
     def submit(self, key: int, buffer: np.ndarray, priority: int) -> Future[int]:
         """Start reading expert ``key`` (layer * experts + expert)."""
 
+    def submit_all(self, keys: Sequence[int], buffers: Sequence[np.ndarray], priority: int) -> list[Future[int]]:
+        """Start reading several experts in this order, each by itself."""
+        return [self.submit(key, buffer, priority) for key, buffer in zip(keys, buffers, strict=True)]
+
     def submit_run(self, keys: Sequence[int], buffers: Sequence[np.ndarray], priority: int) -> list[Future[int]]:
         """Start reading neighbours, ascending by place on storage; each has a future of its own.
 
         An engine that can reads them, and the gaps between them, with one call; this one submits each.
         """
-        return [self.submit(key, buffer, priority) for key, buffer in zip(keys, buffers, strict=True)]
+        return self.submit_all(keys, buffers, priority)
 
     @abstractmethod
     def promote(self, key: int) -> None:

@@ -23,8 +23,12 @@ def submit(
     together: Sequence[int],
 ) -> list[Future]:  # fmt: skip
     """Hand reads to an engine, run by run; returns their futures in order."""
-    futures, at = [], 0
-    for count in together or [1] * len(tickets):
+    if tickets and not together:
+        buffers = [buffer(tier, ticket.slot) for ticket in tickets]
+        return engine.submit_all([ticket.key for ticket in tickets], buffers, tickets[0].priority)
+    futures: list[Future] = []
+    at = 0
+    for count in together:
         run = tickets[at : at + count]
         buffers = [buffer(tier, ticket.slot) for ticket in run]
         if count == 1:
