@@ -96,8 +96,8 @@ def main(words: Sequence[str]) -> int:
     }  # fmt: skip
     path = _write(document, out, f"{hw}-{day}")
     told = [{"name": bar.name, "value": bar.value, "limit": bar.limit, "met": bar.met} for bar in judged]
-    line = {"schema": SCHEMA, "document": str(path), "cells": len(cells), "bars": told}
-    print(json.dumps(line, separators=(",", ":"), allow_nan=False))
+    short = {"schema": SCHEMA, "document": str(path), "cells": len(cells), "bars": told}
+    print(json.dumps(short, separators=(",", ":"), allow_nan=False))
     return int(validated.failed(judged))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from numbers import Real
+from numbers import Integral, Real
 from operator import itemgetter
 from time import perf_counter
 from typing import Any
@@ -63,7 +63,7 @@ class Hooks:
         for counted in reversed(self.manager.hook.report()):
             if not isinstance(counted, Mapping) or not all(map(_is_number, counted.values())):
                 raise PluginError(f"report returned {counted}: a finite number for each name")
-            found |= counted
+            found |= {name: int(n) if isinstance(n, Integral) else float(n) for name, n in counted.items()}
         return found
 
     def _bound(self, name: str) -> list[Callable[..., Any]] | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from moebench.config import QualityConfig, RunConfig, WorkloadConfig
 from moebench.errors import MoebenchError
+from moebench.geometry import EMBEDDED
 from moebench.harness.compare import Arm, arms, run_arms
 from moebench.harness.isolate import Nursery
 from moebench.harness.relocation import overlays
@@ -111,8 +112,8 @@ class Validation:
             progress(f"modeled {number} of {count}: {self._name(at)}")
             self._keep(at, rows[0], modeled=True)
             yield rows[0]
-        live = any(pair.measured.cell.live for pair in self.pairs)
-        with Nursery(warm_up, live) as fresh:
+        library = any(pair.measured.config.model == EMBEDDED for pair in self.pairs)
+        with Nursery(warm_up, library) as fresh:
             for repeat in range(self.repeats):
                 for at in range(count):
                     if self.found[at].failed:
@@ -158,13 +159,11 @@ class Validation:
         return [f"{name}: {errors['measured']}" for name, errors in ran if len(errors) == 2]
 
 
-def warm_up(live: bool) -> None:
-    """Load what cells need, in the process that theirs are children of."""
+def warm_up(library: bool) -> None:
+    """Load what cells need, in the process that theirs are children of; ``library``: what the embedded model needs."""
     load_plugins(quiet=True)
-    if live:
-        import torch  # noqa: F401 - to have it
-
-        from moebench.backends import torch_model  # noqa: F401
+    if library:
+        from moebench.backends import torch_geometry, torch_model  # noqa: F401 - to have them
         from moebench.geometry import embedded_folder
         from moebench.harness.assets import load_tokenizer
 
