@@ -1,0 +1,168 @@
+"""What a calibration measured enters modeled time term by term: each adds what it says, and nothing where it is not
+declared; a limit on the rate of reads holds its mean.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from importlib import resources
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moebench import geometry as geometries
+from moebench import hardware
+from moebench.harness.costs import StorageUse, build, reads_only
+from moebench.residency.places import Places
+from moebench.timeline.base import DEMAND, PREFETCH
+from moebench.timeline.storage import LIMIT_SLICE_S
+from moebench.timeline.virtual import VirtualTimeline
+from moebench.units import GB, KIB, MIB
+
+PLAIN = yaml.safe_load(resources.files("moebench.hardware_profiles").joinpath("m4pro.yaml").read_text())
+GEOMETRY = geometries.load(resources.files("moebench.models").joinpath("olmoe-1b-7b.yaml"))
+USE = StorageUse((GEOMETRY.slot_bytes,), "direct")
+BARE = build(hardware.from_dict(PLAIN, "m4pro"), GEOMETRY, USE)
+STACK = PLAIN["stack"]
+
+
+def number(value: float, unit: str) -> dict:
+    """An entry of a profile."""
+    return {"value": value, "unit": unit, "source": "measured: made up"}
+
+
+def curve(unit: str, rows, **axes) -> dict:
+    """A curve of a profile."""
+    return {"unit": unit, "source": "measured: made up", **axes, "rows": rows}
+
+
+def costs(change, use=USE):
+    """Costs on a machine that declares more than an m4pro."""
+    data = copy.deepcopy(PLAIN)
+    change(data)
+    return build(hardware.from_dict(data, "more"), GEOMETRY, use)
+
+
+def passed(found, layers: int = 3, experts: int = 2, rows: int = 1) -> float:
+    """Modeled seconds of a pass whose experts are there."""
+    clock = VirtualTimeline(found)
+    for _ in range(layers):
+        clock.compute_dense(1, rows, 1000, final=False)
+        clock.compute_experts(experts, experts * rows)
+    clock.compute_dense(0, rows, 1000, final=True)
+    clock.hooked(5)
+    return clock.now()
+
+
+@pytest.mark.parametrize(
+    ("name", "times"), [("step_us", 1), ("pass_us", 1), ("layer_us", 3), ("request_us", 6), ("hook_us", 5)]
+)
+def test_each_constant_of_the_loop_counts_as_often_as_it_happens(name, times):
+    more = costs(lambda data: data["stacks"][STACK].update({name: number(10.0, "us")}))
+    assert passed(more) - passed(BARE) == pytest.approx(times * 10e-6)
+
+
+def test_layers_and_experts_are_taken_from_their_curves():
+    def change(data):
+        data["curves"] = {
+            "layers": curve("us", [[100.0, 400.0], [100.0, 400.0]], context=[1.0, 64.0], row_counts=[1, 4]),
+            "experts.int4": curve("us", [[50.0, 200.0]], sizes_kib=[GEOMETRY.expert_bytes / KIB], row_counts=[1, 4]),
+        }
+
+    measured = costs(change)
+    one, four = passed(measured, rows=1), passed(measured, rows=4)
+    streamed = 3 * (BARE.dense_layer_s + 1000 * BARE.state_byte_s) + BARE.head_s
+    assert one == pytest.approx(3 * (100e-6 + 2 * 50e-6) + streamed)
+    assert four - one == pytest.approx(3 * (300e-6 + 2 * 150e-6))
+
+
+def test_compute_goes_slower_while_storage_reads_and_only_then():
+    slowed = costs(lambda data: data["compute"].update({"beside_reads": number(0.5, "share")}))
+    took = BARE.expert_s
+    for found, factor in ((BARE, 1), (slowed, 2)):
+        clock = VirtualTimeline(found)
+        clock.read(list(range(8)), list(range(8)), "device", DEMAND)
+        begun = clock.now()
+        clock.compute_experts(1, 1)  # far shorter than the reads
+        assert clock.now() - begun == pytest.approx(factor * took)
+        clock.wait(clock.read([9], [9], "device", DEMAND)[0])
+        begun = clock.now()
+        clock.compute_experts(1, 1)
+        assert clock.now() - begun == pytest.approx(took)
+
+
+def test_engines_have_curves_of_their_own():
+    def change(data):
+        rows = [[0.5, 2.0]]
+        axes = {"sizes_kib": [GEOMETRY.slot_bytes / KIB], "depths": [1, 4]}
+        data["curves"] = {
+            "reads.mmap": curve("GB/s", rows, **axes),
+            "cached.mmap": curve("GB/s", [[8.0, 8.0]], **axes),
+            "ahead": curve("GB/s", rows, **axes),
+        }
+
+    nbytes = GEOMETRY.slot_bytes
+    mapped = costs(change, replace(USE, engine="mmap", page_cache_bytes=10 * nbytes))
+    assert mapped.read_s[1] == pytest.approx(nbytes / (0.5 * GB))
+    assert mapped.read_s[4] == pytest.approx(nbytes / (2.0 * GB))
+    assert mapped.cached_s == pytest.approx(nbytes / (8.0 * GB))
+    direct = costs(change)
+    assert direct.read_s == BARE.read_s
+    clock = VirtualTimeline(replace(direct, load_host_s=0.0))
+    tickets = clock.read(list(range(4)), list(range(4)), "device", PREFETCH)
+    for ticket in tickets:
+        clock.wait(ticket)
+    assert clock.now() == pytest.approx(4 * nbytes / (2.0 * GB))
+
+
+def test_faults_bring_the_neighbours_that_readahead_reaches():
+    def change(data):
+        data["storage"]["readahead_kib"]["value"] = 3 * GEOMETRY.slot_bytes / KIB  # one and a half on either side
+        axes = {"sizes_kib": [4.0], "depths": [1]}
+        data["curves"] = {"reads.mmap": curve("GB/s", [[1.0]], **axes), "cached.mmap": curve("GB/s", [[9.0]], **axes)}
+
+    found = costs(change, replace(USE, engine="mmap", page_cache_bytes=100 * GEOMETRY.slot_bytes))
+    for declared, cold in ((found, 1), (replace(found, around_bytes=0), 3)):
+        clock = VirtualTimeline(declared, Places.in_order(GEOMETRY.keys))
+        for key in (10, 9, 11):
+            clock.wait(clock.read([key], [0], "device", DEMAND)[0])
+        assert clock.storage_requests == cold
+
+
+def test_reads_alone_compute_nothing():
+    bare = reads_only(BARE)
+    assert passed(bare) == 0
+    clock = VirtualTimeline(bare)
+    clock.wait(clock.read([0], [0], "device", DEMAND)[0])
+    assert clock.now() == pytest.approx(bare.read_s[1] + bare.load_host_s)
+
+
+@settings(max_examples=60)
+@given(
+    st.floats(0.02, 2.0), st.lists(st.tuples(st.integers(1, 12), st.booleans(), st.floats(0, 0.2)), min_size=1,
+    max_size=12), st.integers(1, 4),
+)  # fmt: skip
+def test_a_limit_holds_the_mean_and_takes_nothing_where_it_is_not_reached(rate, bursts, size):
+    nbytes = size * MIB
+    quick = replace(BARE, read_bytes=nbytes, read_s=(0.0, 1e-5), block_s=0.0, load_host_s=0.0)
+    limited = replace(quick, limit_byte_s=1 / (rate * GB))
+    clock, key = VirtualTimeline(limited), 0
+    for count, ahead, pause in bursts:
+        keys = list(range(key, key + count))
+        tickets = clock.read(keys, keys, "device", PREFETCH if ahead else DEMAND)
+        key += count
+        clock._now += pause
+        for ticket in tickets:
+            clock.wait(ticket)
+        assert key * nbytes <= rate * GB * (clock.now() + LIMIT_SLICE_S) * (1 + 1e-9)
+    free = VirtualTimeline(quick)
+    tickets = free.read(list(range(key)), list(range(key)), "device", DEMAND)
+    for ticket in tickets:
+        free.wait(ticket)
+    wide = VirtualTimeline(replace(quick, limit_byte_s=1e-15))
+    for ticket in wide.read(list(range(key)), list(range(key)), "device", DEMAND):
+        wide.wait(ticket)
+    assert wide.now() == free.now()
