@@ -204,6 +204,9 @@ class SimDevice(TorchDevice):
     def allocate(self, count, nbytes):
         return super().allocate(count, nbytes).fill_(0xFF)  # poison: bytes nobody loaded are NaN
 
+    def free_bytes(self):
+        return 1 << 30
+
     def decode(self, stored, target, decoded):
         """By the compiled decoder, which takes no step after another in Python."""
         coded.decode(stored, decoded)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+from device_programs import SLOTS, in_order
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_device import HOST, LATE, NOW, RACE, SimDevice, scheduled
@@ -12,7 +13,7 @@ from simulated_device import HOST, LATE, NOW, RACE, SimDevice, scheduled
 from moebench.backends.device import DeviceSlots
 from moebench.store.pages import aligned_buffer
 
-SLOTS, BYTES = 3, 64
+BYTES = 64
 operations = st.one_of(
     st.tuples(st.just("read"), st.integers(0, SLOTS - 1), st.integers(1, 200)),  # from storage into a host slot
     st.tuples(st.just("up"), st.integers(0, SLOTS - 1), st.integers(0, SLOTS - 1)),
@@ -22,21 +23,6 @@ operations = st.one_of(
 )
 programs = st.lists(operations, min_size=1, max_size=24)
 choices = st.lists(st.sampled_from([NOW, LATE, RACE]), min_size=1, max_size=12)
-
-
-def in_order(program):
-    """What each compute and each use must see."""
-    host, card, seen = [0] * SLOTS, [255] * SLOTS, []
-    for what, a, b in program:
-        if what == "read":
-            host[a] = b
-        elif what == "up":
-            card[b] = host[a]
-        elif what == "down":
-            host[b] = card[a]
-        else:
-            seen.append(card[a] if what == "compute" else host[a])
-    return seen
 
 
 def on_device(program, when, make=DeviceSlots):

@@ -21,7 +21,6 @@ from moebench.harness.plan import plan
 from moebench.plugins import load_plugins
 from moebench.units import GIB
 
-
 FEW = {"workload.requests": 1, "workload.new_tokens": 4, "warmup_tokens": 1}
 
 

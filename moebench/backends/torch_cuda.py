@@ -111,6 +111,10 @@ class CudaDevice(TorchDevice):
         if array.nbytes:
             torch.cuda.cudart().cudaHostUnregister(array.ctypes.data)
 
+    def free_bytes(self) -> int:
+        """What the driver says is free, once this process has its context."""
+        return torch.cuda.mem_get_info()[0]
+
     def peak_bytes(self) -> int:
         """The caching allocator's high-water mark of what was in use."""
         return torch.cuda.max_memory_allocated()

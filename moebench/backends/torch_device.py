@@ -7,6 +7,7 @@ made floats on the device, int8 and int4 ones on each use. Knows tensors; knows 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -46,6 +47,10 @@ class TorchDevice(Device):
         out = torch_rans.decode([stored], decoded.size, self.at)[0]
         target[: decoded.size].copy_(out)
         decoded[:] = out.cpu().numpy()
+
+    @abstractmethod
+    def free_bytes(self) -> int:
+        """Memory of the device that nobody holds."""
 
     def peak_bytes(self) -> int | None:
         """The most that the library's allocator held of the device's memory at a time; None: it keeps no count."""

@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -21,6 +21,7 @@ from moebench.errors import UsageError
 from moebench.geometry import EMBEDDED, embedded_folder
 from moebench.hardware import HardwareProfile
 from moebench.harness.isolate import WAITING
+from moebench.machine import detect
 from moebench.plugins import home
 from moebench.progress import progress_bar
 from moebench.units import GIB
@@ -34,6 +35,10 @@ class CalibrateOptions:
     dir: str = option(".", "folder on the drive to measure; a temporary file is written there")
     file_gib: float = option(1.0, "size of that file")
     model: str = option(EMBEDDED, "model whose layers are measured: tinymoe, a folder, or org/name in the hub cache")
+    device: Literal["cpu", "cuda"] = option(
+        "cpu",
+        "what runs on the profile compute on: the processor, or the CUDA device, with its memory, link and kernels",
+    )
     out: str = option("", "profile to write; empty for hardware/host.yaml in moebench's configuration folder")
 
     def __post_init__(self) -> None:
@@ -41,6 +46,11 @@ class CalibrateOptions:
             raise UsageError("calibrate: seconds must be 1 to 3600 and file_gib 0.05 to 64")
         if not Path(self.dir).is_dir():
             raise UsageError(f"calibrate: dir={self.dir} is not a folder")
+        if self.device == "cuda":
+            from moebench.backends.torch_cuda import refusal
+
+            if (reason := refusal()) is not None:
+                raise UsageError(f"calibrate: device=cuda: {reason}")
 
 
 def main(words: Sequence[str]) -> int:
@@ -81,7 +91,13 @@ def _measured(options: CalibrateOptions, folder: Path) -> dict[str, Any]:
         where = host.Where(
             Path(options.dir), int(options.file_gib * GIB), lambda: load_live(folder, name, "int4", "packed")
         )
-        return host.measure(where, record)
+        data = host.measure(where, record)
+        if options.device == "cpu":
+            return data
+        from moebench.harness.backend import open_device
+        from moebench.probes import device
+
+        return device.extend(data, open_device(options.device), detect().gpu, record)
 
 
 def _show(profile: HardwareProfile) -> None:

@@ -106,6 +106,7 @@ def examine(folder: Path, registry: Registry) -> list[Finding]:
         _backend("torch", "no live runs: only geometries can be replayed"),
         _backend("transformers", "no live runs: only geometries can be replayed"),
         _mlx(),
+        _cuda(),
         _capability(),
         _direct(folder),
         _io_uring(),
@@ -151,6 +152,16 @@ def _mlx() -> Finding:
     device = mx.default_device().type.name
     found = f"{importlib.metadata.version('mlx')} on {device}, mlx-lm {importlib.metadata.version('mlx-lm')}"
     return Finding("mlx", True, found + (", for correctness and not for timing" if device == "cpu" else ""), without)
+
+
+def _cuda() -> Finding:
+    without = "device=cuda is refused: torch computes on the processor (docs/cuda.md)"
+    if importlib.util.find_spec("torch") is None:
+        return Finding("cuda", False, "torch is not installed", without)
+    from moebench.backends import torch_cuda
+
+    reason = torch_cuda.refusal()
+    return Finding("cuda", reason is None, reason or torch_cuda.describe(), without)
 
 
 def _capability() -> Finding:

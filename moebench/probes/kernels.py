@@ -79,7 +79,7 @@ class Expert:
 
         from moebench.backends.torch_experts import ExpertLayer, Live, Views
 
-        layer: Any = ExpertLayer(0, _Gated(), Views(self.specs, "gate_up_proj"), torch.bfloat16, Live())  # type: ignore[arg-type]
+        layer: Any = ExpertLayer(0, Gated(), Views(self.specs, "gate_up_proj"), torch.bfloat16, Live())  # type: ignore[arg-type]
         x = torch.randn(rows, self.hidden).bfloat16()
 
         def every() -> None:
@@ -102,7 +102,7 @@ class Expert:
         return rates(self.work(1), len(self.buffers) * self.nbytes / GB, seconds)
 
 
-class _Gated:
+class Gated:
     """The part of an experts module that computes: SiLU of the gate times up."""
 
     has_gate = True
