@@ -24,13 +24,13 @@ from moebench.yamlfile import read_yaml
 __all__ = ["NUMBERS", "SOURCES", "HardwareError", "HardwareProfile", "Quantity", "ReadCurve", "Stack", "load"]
 # name -> (unit, which machines must give it): all, those with a device of its own memory, or none: a run that needs a
 # number its machine does not give is refused. page_fault_us is one major fault of one page with its read; bandwidths
-# are what is reached, not the bus's peak. map_us makes one expert's pages visible to the accelerator; limit_gb_s is a limit that stands before the drive, as
-# a control group or a cloud volume has it, on the mean over a tenth of a second; on_chip_* is the
-# memory inside it that its copies fill, tile_rows the rows it multiplies at a time at the least; rans_gb_s counts
-# decoded bytes where the decoder runs; cpu_tflops is arithmetic on expert weights by the host's processor. stream_gb_s
-# only reads; durable writes are 256 KiB each, on the drive before the next one. A share is what is left of a rate: of
-# reads beside writes, expert kernels or whole layers of a small model, of these beside direct reads or copies, of
-# compute after a time under load.
+# are what is reached, not the bus's peak; limit_gb_s is a limit that stands before the drive, as a control group or a
+# cloud volume has it, on the mean over a tenth of a second. map_us makes one expert's pages visible to the
+# accelerator; on_chip_* is the memory inside it that its copies fill, tile_rows the rows it multiplies at a time at
+# the least; rans_gb_s counts decoded bytes where the decoder runs; cpu_tflops is arithmetic on expert weights by the
+# host's processor. stream_gb_s only reads; durable writes are 256 KiB each, on the drive before the next one. A share
+# is what is left of a rate: of reads beside writes, expert kernels or whole layers of a small model, of these beside
+# direct reads or copies, of compute after a time under load.
 NUMBERS = {
     "memory.ram_gib": ("GiB", "all"),
     "memory.reserve_gib": ("GiB", "all"),
@@ -66,8 +66,9 @@ NUMBERS = {
 }
 STACK_NUMBERS = {"per_load_ms": "ms", "host_sync_us": "us", "layer_floor_us": "us"}
 # What the loop itself takes, 0 where it is not declared: of a pass, of a layer, of an expert that is resident, of a
-# hook that is called; and pass_us, what the library takes of a pass beside its layers: masks, embedding, head.
-LOOP_NUMBERS = {"step_us": "us", "layer_us": "us", "request_us": "us", "hook_us": "us", "pass_us": "us"}
+# hook that is called; pass_us, what the library takes of a pass beside its layers: masks, embedding, head; and
+# beside_us, what a read that lands meanwhile takes of the library's time.
+LOOP_NUMBERS = dict.fromkeys(("step_us", "layer_us", "request_us", "hook_us", "pass_us", "beside_us"), "us")
 SECTIONS = ("memory", "storage", "bandwidth", "compute")
 KEYS = {"id", "title", "match", "model", "engine", "stack", "unified", "read_curve", "stacks", *SECTIONS}
 MORE = {"curves", "unmeasured"}  # what a measured profile has besides
@@ -89,6 +90,7 @@ class Stack:
     request_us: float = 0.0
     hook_us: float = 0.0
     pass_us: float = 0.0
+    beside_us: float = 0.0
 
     @property
     def transferred(self) -> dict[str, str]:

@@ -21,10 +21,12 @@ from moebench.probes.file import ProbeFile
 from moebench.probes.loop import hook_call, overheads
 from moebench.probes.record import Record
 from moebench.probes.samples import Samples
+from moebench.store.engines import open_engine
 from moebench.units import GIB, KIB, PAGE
 
 CONTEXTS, PASS_ROWS = (1, 64, 512), (1, 4, 32)
 PASS_CONTEXT, SMALL_READ, SMALL_DEPTH = 32, 16 * KIB, 4  # of a small model that decodes beside reads
+LANDING = 8  # reads in a pass
 LOOP_TURNS = 5
 BUSY = 0.05  # of the processors, taken by others: more than a system's own housekeeping
 
@@ -141,8 +143,13 @@ def _live(
         stack["layer_floor_us"] = record.number(floor, "us", text)
         text = f"a pass of {name} on one row beside its layers: masks, embedding, head, choice of the token"
         stack["pass_us"] = record.number(Samples(tuple(rest)), "us", text)
+        with open_engine("direct", file.pack(SMALL_READ)) as engine:
+            longer = passes.beside(engine, LANDING, PASS_CONTEXT, seconds / 4)
+        reads = f"{LANDING} direct reads of {SMALL_READ // KIB} KiB"
+        text = f"what a pass of {name} takes longer for each of {reads} that were begun before it"
+        stack["beside_us"] = record.number(longer, "us", text)
         background = beside.reading(file, SMALL_READ, SMALL_DEPTH)
-        both = beside.shares(lambda time: passes.speed(PASS_CONTEXT, time), background, seconds / 2)
+        both = beside.shares(lambda time: passes.speed(PASS_CONTEXT, time), background, seconds / 4)
         what = f"decode passes of {name} without reads of their own"
         reads = f"direct reads of {SMALL_READ // KIB} KiB, {SMALL_DEPTH} queued"
         text = f"{what}, rate over their rate alone, beside {reads}"

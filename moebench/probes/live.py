@@ -12,7 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from moebench.probes.samples import Samples
 from moebench.step import DECODE, PREFILL, Routing, Step
+from moebench.store.block_queue import PREFETCH as PREFETCHED
+from moebench.store.engines import ReadEngine
 from moebench.store.pages import aligned_buffer
 
 PASSES = 5  # measured on one growing context before it is built anew
@@ -72,6 +75,30 @@ class Passes:
             past += self._forward(past, 1, DECODE)
             passes += 1
         return passes / (time.perf_counter() - begun)
+
+    def beside(self, engine: ReadEngine, count: int, context: int, seconds: float) -> Samples:
+        """Microseconds that a pass of one row takes longer for each of ``count`` reads that were begun before it, from
+        pairs of passes with and without.
+        """
+        found: list[float] = []
+        pack, past = engine.pack, 0
+        buffers = [aligned_buffer(pack.slot_bytes) for _ in range(count)]
+        until = time.perf_counter() + seconds
+        while len(found) < PASSES or time.perf_counter() < until:
+            if past < context or past > 2 * context + PASSES:  # the context stays about as long
+                self.backend.reset(1)
+                past = self._forward(0, context, PREFILL)
+            took = []
+            for number in (count, 0):
+                keys = self._generator.choice(pack.keys, number, replace=False).tolist()
+                futures = engine.submit_all(keys, buffers[: len(keys)], PREFETCHED)
+                begun = time.perf_counter()
+                past += self._forward(past, 1, DECODE)
+                took.append(time.perf_counter() - begun)
+                for future in futures:
+                    future.result()
+            found.append(max(0.0, took[0] - took[1]) / count * 1e6)
+        return Samples(tuple(found))
 
     def _forward(self, past: int, width: int, phase: int) -> int:
         """One pass and the choice of the next token; returns ``width``."""

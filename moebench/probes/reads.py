@@ -107,7 +107,7 @@ class Reader:
         """Seconds from the first submission until all have arrived."""
         buffers = self._room(pack.slot_bytes, len(keys))
         begun = time.perf_counter()
-        for future in [engine.submit(key, buffer, DEMAND) for key, buffer in zip(keys, buffers, strict=True)]:
+        for future in engine.submit_all(keys, buffers, DEMAND):
             future.result()
         return time.perf_counter() - begun
 
