@@ -2,6 +2,7 @@
 # make regress: replay the committed traces and compare with results/baseline; FORMAT=github annotates a pull request.
 # make regress-live: the same for answers of the shipped model.   make baseline: make results/baseline anew, both parts.
 # make fuzz: readers of untrusted files, new examples every time (FUZZ=20 times those of make test: about ten minutes on one core).
+# make faults: kills, full disks, failing reads and a soak, FAULTS=25 times those of make test (about an hour on one core); docs/reliability.md.
 # make claims: docs/claims.md, what six papers claim beside what is modeled here (a quarter of an hour).
 # make report: the sample report of the committed results, in reports/sample.
 PYTHON ?= python3
@@ -20,12 +21,13 @@ space := $() $()
 NEW := build/regress
 FORMAT ?= table
 FUZZ ?= 20
+FAULTS ?= 25
 JOBS ?= 2
 MOEBENCH := OMP_NUM_THREADS=1 MOEBENCH_PLUGINS= $(BIN)/moebench
 LIVE := systems=lru,edge0,flashmoe,moe_infinity,specprefetch,ssd_llama,bigmomo baselines=false
 REPLAY := model=tinymoe workload=trace workload.path=$(TRACES)
 
-.PHONY: run test fuzz check claims bench clean report regress regress-live baseline live traces $(REPLAYS)
+.PHONY: run test fuzz faults check claims bench clean report regress regress-live baseline live traces $(REPLAYS)
 
 run: $(VENV)/.run
 	$(BIN)/moebench run $(ARGS)
@@ -35,6 +37,11 @@ test: $(VENV)/.test
 
 fuzz: $(VENV)/.test
 	MOEBENCH_FUZZ=$(FUZZ) OMP_NUM_THREADS=1 MOEBENCH_PLUGINS= $(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests/test_untrusted_*.py
+
+faults: $(VENV)/.test
+	rm -f build/faults.txt
+	MOEBENCH_FAULTS=$(FAULTS) OMP_NUM_THREADS=1 MOEBENCH_PLUGINS= $(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests/test_faults_*.py
+	sort build/faults.txt
 
 check: $(VENV)/.check
 	$(BIN)/ruff check .

@@ -97,6 +97,19 @@ def server(tmp_path_factory):
     made.close()
 
 
+def jumping(words: list[str]) -> int:
+    """A command under a wall clock that jumps by up to a year, back and forth, whenever somebody looks."""
+    import random
+    import time
+
+    from moebench.cli import main
+
+    real, draw = time.time, random.Random(0)
+    time.time = lambda: real() + draw.uniform(-3e7, 3e7)
+    time.time_ns = lambda: int(time.time() * 1e9)
+    return main(words)
+
+
 def measured(options: dict) -> int:
     """A measured cell, in this process; prints its counters, and its error where it failed."""
     from moebench.commands.compose import typed
