@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import statistics
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from moebench.machine import detect
 from moebench.probes import beside, drive, kernels, processor
 from moebench.probes.file import ProbeFile
 from moebench.probes.loop import hook_call, overheads
+from moebench.probes.reads import grid
 from moebench.probes.record import Record
 from moebench.probes.samples import Samples
 from moebench.store.engines import open_engine
@@ -127,11 +129,14 @@ def _live(
         )
         contexts = [context for context in CONTEXTS if context + 8 * max(PASS_ROWS) <= model.positions]
         points = [(context, rows) for context in contexts for rows in PASS_ROWS]
-        layers, rest = {}, []
-        for context, rows in points:
-            each = passes.sample(context, rows, seconds / 2 / len(points))
-            layers[context, rows] = Samples(tuple(layer for layer, _ in each))
-            rest += [beyond for _, beyond in each] if rows == 1 else []
+        rest: list[float] = []
+
+        def layer(context: int, rows: int, each: float) -> float:
+            found = passes.sample(context, rows, each)
+            rest.extend(beyond for _, beyond in found if rows == 1)
+            return statistics.median(without for without, _ in found)
+
+        layers = grid(points, layer, seconds / 2)
         name = model.geometry.name
         record.curve(
             "layers",

@@ -6,6 +6,7 @@ Knows the form of a profile; how a thing is measured stands in the other modules
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,21 +75,24 @@ def compute(record: Record) -> dict[str, Any]:
         text = "decoded bytes of int4 experts, one thread on each core"
         found["rans_gb_s"] = record.number(kernels.rans_decoding(seconds), "GB/s", text)
     with record.part("dense", 0.03) as seconds:
-        each = seconds / len(WIDTHS) / len(DENSE_ROWS)
-        points: dict[tuple[int, int], Samples] = {}
-        for width in WIDTHS:
-            squares = kernels.Squares(width)
-            points |= {(2 * width * width, rows): squares.times(rows, each) for rows in DENSE_ROWS}
-        record.curve("dense", points, f"bf16 products, weights gone through in turn, threads: {computing()}", KIB)
+        text = f"bf16 products, weights gone through in turn, threads: {computing()}"
+        squares = {2 * width * width: kernels.Squares(width) for width in WIDTHS}
+        record.curve("dense", _in_turn(squares, DENSE_ROWS, seconds), text, KIB)
     for kind in QUANTS:
         with record.part(f"experts.{kind}", 0.035) as seconds:
-            each, points = seconds / len(SHAPES) / len(EXPERT_ROWS), {}
-            for hidden, intermediate in SHAPES:
-                expert = kernels.Expert(kind, hidden, intermediate)
-                points |= {(expert.nbytes, rows): expert.times(rows, each) for rows in EXPERT_ROWS}
+            experts = {expert.nbytes: expert for expert in (kernels.Expert(kind, *shape) for shape in SHAPES)}
             text = f"{kind} experts by moebench's experts function in turn, threads: {computing()}, sizes: "
-            record.curve(f"experts.{kind}", points, text + ", ".join(f"{h} x {i}" for h, i in SHAPES), KIB)
+            text += ", ".join(f"{h} x {i}" for h, i in SHAPES)
+            record.curve(f"experts.{kind}", _in_turn(experts, EXPERT_ROWS, seconds), text, KIB)
     return found
+
+
+def _in_turn(
+    kernel: Mapping[int, kernels.Squares | kernels.Expert], rows: tuple[int, ...], seconds: float
+) -> dict[tuple[int, int], Samples]:
+    """Microseconds of kernels by bytes, on so many rows."""
+    points = [(nbytes, count) for nbytes in kernel for count in rows]
+    return grid(points, lambda nbytes, count, each: kernel[nbytes].times(count, each).median, seconds)
 
 
 def contention(file: ProbeFile, path: Path, record: Record, storage: dict[str, Any], compute: dict[str, Any]) -> None:

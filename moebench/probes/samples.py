@@ -56,4 +56,4 @@ def rates(work: Callable[[], object], amount: float, seconds: float) -> Samples:
 def times(work: Callable[[], object], count: int, seconds: float) -> Samples:
     """Microseconds of one of the ``count`` things that ``work`` does; its first turn is left out."""
     work()
-    return repeated(lambda: timed(work) / count * 1e6, seconds)
+    return repeated(lambda: timed(work) / count * 1e6, seconds, least=1)
