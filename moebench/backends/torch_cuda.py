@@ -6,6 +6,7 @@ Everything else is in ``torch_device``, which knows no CUDA and is tested withou
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -98,6 +99,15 @@ class CudaDevice(TorchDevice):
         slots = super().allocate(count, nbytes)
         torch.cuda.synchronize()
         return slots
+
+    @property
+    def steps(self) -> Any:
+        """Planes of codec rans are decoded in one launch: torch's own operations would take thousands of them."""
+        try:
+            from moebench.backends.triton_rans import decode_planes
+        except ImportError as error:
+            raise BackendError(f"codec=rans needs triton on a CUDA device ({error}); use codec=none") from None
+        return decode_planes
 
     def pin(self, array: np.ndarray) -> None:
         """Page-lock memory where it is, so that a file is read past the page cache into what the card copies from."""

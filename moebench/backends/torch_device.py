@@ -29,6 +29,7 @@ class TorchDevice(Device):
     """Memory and copies of the torch device ``at``; a subclass brings the streams and locks the host's pages."""
 
     at: torch.device
+    steps: Any = None  # what decodes planes of codec rans; None: operations of torch
 
     def allocate(self, count: int, nbytes: int) -> torch.Tensor:
         """uint8 [count, nbytes]."""
@@ -43,8 +44,8 @@ class TorchDevice(Device):
         torch.from_numpy(target).copy_(source[: target.size], non_blocking=True)
 
     def decode(self, stored: np.ndarray, target: torch.Tensor, decoded: np.ndarray) -> None:
-        """With ``torch_rans``; the host waits for its last step."""
-        out = torch_rans.decode([stored], decoded.size, self.at)[0]
+        """By ``torch_rans``, in this device's own steps; the host waits for the last one."""
+        out = torch_rans.decode([stored], decoded.size, self.at, self.steps)[0]
         target[: decoded.size].copy_(out)
         decoded[:] = out.cpu().numpy()
 

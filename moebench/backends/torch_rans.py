@@ -7,7 +7,7 @@ host only prepares: between the first step and the last check nothing is read ba
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -20,7 +20,7 @@ from moebench.store.rans_kernels import BODY, BYTES, COUNT, DEST, HIGH, KIND, LA
 
 
 @dataclass(frozen=True)
-class _Plane:
+class Plane:
     """One plane of one expert: where its symbols go, and what its body holds."""
 
     expert: int
@@ -39,12 +39,18 @@ class _Plane:
         return -(-self.count // self.lanes)
 
 
-def decode(stored: Sequence[np.ndarray], nbytes: int, device: str | torch.device = "cpu") -> torch.Tensor:
+def decode(
+    stored: Sequence[np.ndarray],
+    nbytes: int,
+    device: str | torch.device = "cpu",
+    steps: Callable[[Sequence[Plane], str | torch.device], list[torch.Tensor]] | None = None,
+) -> torch.Tensor:
     """Decode experts of ``nbytes`` from their stored bytes (uint8): uint8 [experts, nbytes] on ``device``.
 
+    ``steps`` gives the symbols (uint8) of each coded plane; without it operations of torch do, one row after another.
     ``StoreError`` where a stream is damaged, as far as its own states and lengths tell.
     """
-    planes: list[_Plane] = []
+    planes: list[Plane] = []
     for expert, record in enumerate(stored):
         found, size = _planes(expert, record)
         if size != nbytes:
@@ -52,7 +58,7 @@ def decode(stored: Sequence[np.ndarray], nbytes: int, device: str | torch.device
         planes += found
     out = torch.zeros(len(stored), nbytes, dtype=torch.uint8, device=device)
     coded = [plane for plane in planes if plane.lanes]
-    symbols = dict(zip(map(id, coded), _decode_coded(coded, device), strict=True)) if coded else {}
+    symbols = dict(zip(map(id, coded), (steps or _decode_coded)(coded, device), strict=True)) if coded else {}
     for index, plane in enumerate(planes):
         if plane.kind == HIGH:
             continue  # put together with the plane behind it
@@ -67,7 +73,7 @@ def decode(stored: Sequence[np.ndarray], nbytes: int, device: str | torch.device
     return out
 
 
-def _planes(expert: int, stored: np.ndarray) -> tuple[list[_Plane], int]:
+def _planes(expert: int, stored: np.ndarray) -> tuple[list[Plane], int]:
     records, size = read_header(stored)
     planes, end, waits = [], 0, None
     for record in records.tolist():
@@ -82,7 +88,7 @@ def _planes(expert: int, stored: np.ndarray) -> tuple[list[_Plane], int]:
             raise StoreError(f"plane {len(planes)} of the coded expert points outside it or has a wrong table")
         states, frequencies, words, values = parts
         numbers = (states.view(np.uint32), frequencies.view(np.uint16), words.view(np.uint16))
-        planes.append(_Plane(expert, dest, count, kind, lanes, *numbers, values))
+        planes.append(Plane(expert, dest, count, kind, lanes, *numbers, values))
         waits = (dest, count) if kind == HIGH else None
         end = end if kind == HIGH else dest + width * count
     if waits is not None:
@@ -90,11 +96,11 @@ def _planes(expert: int, stored: np.ndarray) -> tuple[list[_Plane], int]:
     return planes, size
 
 
-def _symbols(plane: _Plane, decoded: dict[int, torch.Tensor], device: str | torch.device) -> torch.Tensor:
+def _symbols(plane: Plane, decoded: dict[int, torch.Tensor], device: str | torch.device) -> torch.Tensor:
     return decoded[id(plane)] if plane.lanes else torch.from_numpy(plane.symbols.copy()).to(device)
 
 
-def _decode_coded(planes: Sequence[_Plane], device: str | torch.device) -> list[torch.Tensor]:
+def _decode_coded(planes: Sequence[Plane], device: str | torch.device) -> list[torch.Tensor]:
     """Symbols uint8 [count] of each coded plane."""
     # Those with most rows first: the lanes that still have a symbol to give are then always the first ones.
     order = sorted(range(len(planes)), key=lambda i: -planes[i].rows)
@@ -102,13 +108,13 @@ def _decode_coded(planes: Sequence[_Plane], device: str | torch.device) -> list[
     lanes, counts = (np.array([getattr(plane, name) for plane in ranked]) for name in ("lanes", "count"))
     first_lane, base = np.cumsum(lanes) - lanes, np.cumsum(counts) - counts
     lane = np.arange(lanes.sum()) - np.repeat(first_lane, lanes)
-    tables = np.stack([_table(plane) for plane in ranked])
+    tables = np.stack([table(plane) for plane in ranked])
     word_counts = np.array([plane.words.size for plane in ranked])
 
     def to(values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values, np.int64)).to(device)
 
-    state, table = to(np.concatenate([plane.states for plane in ranked])), to(tables.reshape(-1))
+    state, entries = to(np.concatenate([plane.states for plane in ranked])), to(tables.reshape(-1))
     words = to(np.concatenate([*(plane.words for plane in ranked), [0]]))  # one to spare, for lanes that need none
     in_table = to(np.repeat(np.arange(len(ranked)) * TOTAL, lanes))
     of_plane = to(np.repeat(np.arange(len(ranked)), lanes))
@@ -124,7 +130,7 @@ def _decode_coded(planes: Sequence[_Plane], device: str | torch.device) -> list[
         alive = int(np.searchsorted(-rows, -row))  # planes with a symbol in this row
         width = int(lanes[:alive].sum())
         gives = left[:width] > 0
-        entry = table[in_table[:width] + (state[:width] & (TOTAL - 1))]
+        entry = entries[in_table[:width] + (state[:width] & (TOTAL - 1))]
         out[torch.where(gives, place[:width], out.numel() - 1)] = (entry & 255).to(torch.uint8)
         moved = ((entry >> 20) + 1) * (state[:width] >> 12) + ((entry >> 8) & (TOTAL - 1))
         needs = gives & (moved < START)
@@ -144,7 +150,7 @@ def _decode_coded(planes: Sequence[_Plane], device: str | torch.device) -> list[
     return found
 
 
-def _table(plane: _Plane) -> np.ndarray:
+def table(plane: Plane) -> np.ndarray:
     """Decoding table int64 [TOTAL], packed as in the compiled decoder."""
     frequencies = plane.frequencies.astype(np.int64)
     starts = np.cumsum(frequencies) - frequencies

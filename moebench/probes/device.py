@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -82,14 +82,8 @@ class Experts:
         self.link = Link(device, align_up(self.nbytes), count)
         self.link.slots.tiers["host"][:, : self.nbytes] = self.packed
         self.link.up()
-        self._layer: Any = ExpertLayer(
-            0,
-            Gated(),
-            SlotViews(self.specs, "gate_up_proj"),
-            torch.bfloat16,
-            Live(),
-            plain_kernel,  # type: ignore[arg-type]
-        )
+        views, gated = SlotViews(self.specs, "gate_up_proj"), cast(Any, Gated())
+        self._layer: Any = ExpertLayer(0, gated, views, torch.bfloat16, Live(), plain_kernel)
         self._device = device
 
     def work(self, rows: int) -> Callable[[], None]:
