@@ -46,7 +46,7 @@ def check():
     planes, symbols = zip(*(drawn(*size, seed) for seed, size in enumerate(SIZES)), strict=True)
     for got, wanted in zip(decode_planes(planes, "cpu"), symbols, strict=True):
         assert np.array_equal(got.numpy(), wanted)
-    for plane in planes[1:]:
+    for plane in (plane for plane in planes if plane.words.size):
         plane.words[len(plane.words) // 2] ^= 1
         with pytest.raises(StoreError, match="does not end where it should"):
             decode_planes([plane], "cpu")
