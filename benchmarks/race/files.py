@@ -115,7 +115,7 @@ def rearrange(pack: Pack, layout: str, out: Path) -> None:
     """The same experts in another layout, expert by expert; the dense file is the same file."""
     manifest = pack.manifest
     extents = Extents(layout, pack.layers, pack.experts, manifest.tensors)
-    out.mkdir()
+    _begin(out)
     buffer = aligned_buffer(pack.slot_bytes)
     with open(out / EXPERTS, "wb", buffering=0) as file:
         file.truncate(extents.file_bytes)
@@ -140,7 +140,7 @@ def reroute(pack: Pack, law: str, out: Path) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
-    out.mkdir()
+    _begin(out)
     os.link(pack.file_path, out / EXPERTS)
     dense = load_file(pack.dense_path)
     for layer in range(pack.layers):
@@ -152,6 +152,12 @@ def reroute(pack: Pack, law: str, out: Path) -> None:
     size = (out / DENSE).stat().st_size
     manifest = dataclasses.replace(pack.manifest, dense_hash=found, dense_bytes=size, model=model)
     (out / MANIFEST).write_text(manifest.to_json())
+
+
+def _begin(out: Path) -> None:
+    """An empty folder; what an interrupted race left of it goes."""
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
 
 
 def _moebench(*words: str) -> None:

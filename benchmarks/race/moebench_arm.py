@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,7 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     from moebench.backends.torch_geometry import geometry_of
     from moebench.commands import compose
     from moebench.engine.loop import Loop
-    from moebench.harness.assets import LiveModel, as_packed
+    from moebench.harness.assets import as_packed
     from moebench.harness.backend import open_backend
     from moebench.harness.plan import plan
     from moebench.harness.session import open_session
@@ -73,14 +74,14 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     registry = load_plugins()
     compose.register_groups(registry)
     words = {
-        "system": task["system"], "hw": "host", "mode": "measure", "model": task["model"], "quality": "none",
+        "system": task["system"], "hw": "host", "mode": "measure", "model": task["model"], "quality.suite": "none",
         "quant": "stored", "layout": pack.manifest.layout, "budget": task["budget"], "warmup_tokens": warmup,
         **task["words"],
     }  # fmt: skip
     (cell,) = plan(compose.resolve([f"{key}={value}" for key, value in words.items()], registry), registry)
     config = pack.manifest.model["config"]
     geometry = as_packed(geometry_of(config, cell.model), pack)
-    model = LiveModel(Path(task["model"]), pack, geometry, None)
+    model: Any = SimpleNamespace(pack=pack, config=config)  # nothing here has a tokenizer
     backend = open_backend("torch", model, cell.config.numerics, cell.threads)
     watch = Watch(warmup)
     session = open_session(
