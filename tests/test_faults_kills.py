@@ -19,8 +19,8 @@ from fault_fixtures import TIMES, Server, listing, server, tally  # noqa: F401 -
 from moebench import artefact, result
 
 STATES = (".partial", ".training", ".lock")  # what an interrupted command goes on from, and locks, stand in sight
-CHANGES = 8 * TIMES if TIMES > 1 else 6  # of those that a command makes, evenly spread
-KILLS = 8 * TIMES
+CHANGES = 8 * TIMES if TIMES > 1 else 5  # of those that a command makes, evenly spread
+KILLS = 4 if TIMES == 1 else 8 * TIMES
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ def home(server):
     return server.folder / "home"
 
 
+@long
 @pytest.mark.parametrize("whole", [PACKS[0], FITS[0], OTHERS[0], OTHERS[-1]], ids=str, indirect=True)
 def test_a_clock_that_jumps_changes_nothing(server, place, whole):
     command, expected, _ = whole
@@ -39,6 +40,7 @@ def test_a_clock_that_jumps_changes_nothing(server, place, whole):
     tally("jumping clock", command.name, 1, "the same bytes")
 
 
+@long
 def test_times_are_measured_on_a_clock_that_does_not_jump(server, home):
     done = server.do("fault_fixtures:jumping", MEASURED.split())
     assert done.code == 0, done.err
@@ -49,7 +51,8 @@ def test_times_are_measured_on_a_clock_that_does_not_jump(server, home):
     tally("jumping clock", "measured replay", 1, "times within what they may be")
 
 
-@pytest.mark.parametrize("limit", [5, 6, 7, 8, 9, 10, 12] if TIMES > 1 else [8])
+@long
+@pytest.mark.parametrize("limit", [5, 6, 7, 8, 9, 10, 12])
 def test_a_measured_run_without_descriptors_is_one_line(server, home, limit):
     before = listing(home / "packs")
     found = server.moebench(*MEASURED.split(), limits={"RLIMIT_NOFILE": limit})

@@ -19,7 +19,7 @@ from fault_fixtures import TIMES, listing, server, tally  # noqa: F401 - fixture
 from test_faults_kills import FITS, OTHERS, PACKS, check_standing, chosen, content, fresh, place, whole  # noqa: F401
 
 LONG = TIMES > 1
-COMMANDS = chosen(PACKS + FITS + OTHERS) if LONG else [PACKS[0], FITS[0], OTHERS[0], OTHERS[-1]]
+COMMANDS = chosen(PACKS + FITS + OTHERS) if LONG else [PACKS[0], OTHERS[0]]
 STOPS = 2 * TIMES
 SHARES = (0.02, 0.3, 0.6, 0.9, 1.0) if LONG else (0.3, 0.9)  # of what a command writes, as room on the disk
 LIMITS = [("RLIMIT_FSIZE", n) for n in ((0, 2000, 30_000, 100_000) if LONG else (2000,))]
