@@ -24,6 +24,7 @@ from moebench.harness.isolate import WAITING
 from moebench.machine import detect
 from moebench.plugins import home
 from moebench.progress import progress_bar
+from moebench.scratch import whole_file
 from moebench.units import GIB
 
 
@@ -66,9 +67,8 @@ def main(words: Sequence[str]) -> int:
     writable_folder(options.dir, "dir")
     data = _measured(options, folder)
     profile = hardware.from_dict(data, str(out))
-    partial = out.with_name(f".{out.name}.{os.getpid()}")
-    partial.write_text(yaml.safe_dump(data, sort_keys=False, width=10_000, default_flow_style=None))
-    partial.replace(out)
+    with whole_file(out) as file:
+        file.write(yaml.safe_dump(data, sort_keys=False, width=10_000, default_flow_style=None).encode())
     _show(profile)
     print(
         json.dumps({"profile": str(out), "hw": profile.id, "unmeasured": [*profile.unmeasured]}, separators=(",", ":"))

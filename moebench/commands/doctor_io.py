@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from moebench.config import option
 from moebench.errors import UsageError, unknown
 from moebench.plugins import load_plugins
 from moebench.progress import progress_bar
+from moebench.scratch import own_folder
 from moebench.store.engines import DEPTH, StoreError
 from moebench.store.layout import QuantSpec
 from moebench.store.pack import MANIFEST, Pack
@@ -117,14 +117,14 @@ def _on_random(options: IoOptions, read: Callable[[Pack], Any]) -> Any:
             f"doctor io writes {human_bytes(need)} to {folder}, which has {human_bytes(free)} free; "
             f"choose another gib= or path="
         )
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".moebench-") as place:
+    with own_folder(folder / ".moebench-io") as place:
         one = write_random_pack(
-            Path(place) / "one", 1, 1, hidden, intermediate, quant, layout=options.layout, matrices=matrices
+            place / "one", 1, 1, hidden, intermediate, quant, layout=options.layout, matrices=matrices
         )
         experts = max(2 * max(options.depths), need // one.slot_bytes)
         sizes = (1, experts, hidden, intermediate, quant)
         try:
-            return read(write_random_pack(Path(place) / "pack", *sizes, layout=options.layout, matrices=matrices))
+            return read(write_random_pack(place / "pack", *sizes, layout=options.layout, matrices=matrices))
         except OSError as error:
             raise UsageError(f"path={options.path} cannot be written to: {error.strerror}") from None
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import statistics
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from moebench.probes.loop import hook_call, overheads
 from moebench.probes.reads import grid
 from moebench.probes.record import Record
 from moebench.probes.samples import Samples
+from moebench.scratch import own_folder
 from moebench.store.engines import open_engine
 from moebench.units import GIB, KIB, PAGE
 
@@ -47,11 +47,11 @@ def measure(where: Where, record: Record) -> dict[str, Any]:
     from moebench.backends.torch_threads import torch_threads
 
     machine, ram, threads, others = detect(), psutil.virtual_memory(), processor.computing(), Others()
-    with tempfile.TemporaryDirectory(dir=where.folder, prefix=".moebench-") as folder, torch_threads(threads):
-        file = ProbeFile(Path(folder), where.file_bytes // PAGE * PAGE)
+    with own_folder(Path(where.folder) / ".moebench-calibrate") as folder, torch_threads(threads):
+        file = ProbeFile(folder, where.file_bytes // PAGE * PAGE)
         storage, reads = drive.storage(file, record)
         bandwidth, compute = processor.memory(record), processor.compute(record)
-        processor.contention(file, Path(folder) / "writes", record, storage, compute)
+        processor.contention(file, folder / "writes", record, storage, compute)
         stack = _loop(file, record)
         _live(where.model, file, record, stack, storage, compute)
     processor.sustained(record, compute)
