@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import tempfile
 
 from hypothesis import settings
@@ -12,4 +14,6 @@ settings.load_profile("moebench")
 os.environ.setdefault("MOEBENCH_PLUGINS", "")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if "MOEBENCH_HOME" not in os.environ:
-    os.environ["MOEBENCH_HOME"] = tempfile.mkdtemp(prefix="moebench-tests-")
+    os.environ["MOEBENCH_HOME"] = made = tempfile.mkdtemp(prefix="moebench-tests-")
+    own = os.getpid()
+    atexit.register(lambda: os.getpid() == own and shutil.rmtree(made, ignore_errors=True))
