@@ -102,6 +102,27 @@ def test_a_disk_that_takes_nothing_more_is_one_line_and_room_is_enough_to_go_on(
     tally(f"{kind} disk", command.name, refused, "one line each; with room every rerun ended with the same bytes")
 
 
+def test_a_home_that_nobody_may_write_serves_what_is_in_it(server, place):
+    if (why := mounts()) is not None:
+        pytest.skip(why)
+    (home := place / "kept").mkdir(exist_ok=True)
+    run = (
+        "run system=lru hw=m4pro model=./small quality=none numerics=fast workload.requests=1 workload.new_tokens=4 "
+        "warmup_tokens=1 out=rows"
+    )
+    with disk(home, 4000):
+        order = {"environ": {"MOEBENCH_HOME": str(home)}}
+        subprocess.run(["mount", "-o", "remount,ro", str(home)], check=True)
+        assert "Read-only file system" in server.moebench(*run.split(), **order).error
+        subprocess.run(["mount", "-o", "remount,rw", str(home)], check=True)
+        done = server.moebench(*run.split(), **order)
+        assert done.code == 0, done.err + done.out
+        subprocess.run(["mount", "-o", "remount,ro", str(home)], check=True)
+        done = server.moebench(*run.split(), **order)
+        assert done.code == 0, done.err + done.out
+    tally("read-only home", "run live", 2, "one line without the pack, as ever with it")
+
+
 @pytest.mark.parametrize("whole", COMMANDS, ids=str, indirect=True)
 def test_limits_on_files_and_descriptors_are_one_line(server, place, whole):
     command, expected, _ = whole

@@ -216,6 +216,8 @@ def ensure_pack(
     kind = encoding.isa if byte_layout == "torch_cpu" else byte_layout
     parts = (name.replace("/", "--"), _fingerprint(folder), quant, layout_id, codec, kind.lower().replace(" ", "-"))
     out = home() / "packs" / "-".join(parts)
+    if (out / MANIFEST).is_file():  # also where nothing may be written
+        return open_kept(out)
     with alone(out.with_name(f"{out.name}.lock")):  # of processes that want it at once one makes it
         if (out / MANIFEST).is_file():
             return open_kept(out)

@@ -29,6 +29,8 @@ def random_pack(geometry: Geometry, layout: str, codec: str, progress: Callable[
         f"{geometry.layers}x{geometry.experts}x{geometry.intermediate}x{geometry.hidden}"  # a geometry may be edited
     )
     out = folder / f"random-{geometry.name}-{sizes}-{geometry.quant}-{geometry.group}-{layout}-{codec}"
+    if (out / MANIFEST).is_file():  # also where nothing may be written
+        return open_kept(out)
     with alone(out.with_name(f"{out.name}.lock")):  # of processes that want it at once one makes it
         return open_kept(out) if (out / MANIFEST).is_file() else _written(geometry, out, layout, codec, progress)
 

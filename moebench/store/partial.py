@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +148,8 @@ class PartialPack:
 def forget_journal(pack: Path) -> None:
     """Remove the journal of a pack that is complete: its writer may have been killed before it could."""
     if (pack / JOURNAL).is_file():
-        (pack / JOURNAL).unlink(missing_ok=True)
+        with suppress(OSError):  # somebody was quicker, or nothing may be written here
+            (pack / JOURNAL).unlink()
 
 
 def _entry(line: bytes) -> dict[str, Any] | None:
