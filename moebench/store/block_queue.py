@@ -82,7 +82,7 @@ class BlockQueue:
             for request in requests:
                 self._open.add(request)
                 self._levels[request.priority].append(request)
-                self._changed.notify(len(request.waiting))
+            self._changed.notify()  # who takes a block wakes the next one: the caller has other things to do
             self._wake()
             return True
 
@@ -91,6 +91,8 @@ class BlockQueue:
         with self._changed:
             while (found := self._next()) is None and not self._closed:
                 self._changed.wait()
+            if self._levels[DEMAND] or self._levels[PREFETCH]:
+                self._changed.notify()
             return found
 
     def poll(self) -> tuple[ReadRequest, Block] | None:

@@ -35,9 +35,12 @@ class FrequencyRecency(Policy):
         self.uses = np.zeros(self.keys, np.int64)
 
     def _access(self, keys, hits):
-        self.uses[keys] += 1
-        score = np.log2(self.uses[keys]) + self.events / self.horizon
-        self.rank[keys] = np.rint(score * RESOLUTION).astype(np.int64) * self.keys + keys
+        uses = self.uses[keys] + 1
+        self.uses[keys] = uses
+        score = np.log2(uses)
+        score += self.events / self.horizon
+        score *= RESOLUTION
+        self.rank[keys] = np.rint(score, out=score).astype(np.int64) * self.keys + keys
 
 
 def make_score(name: str, keys: int, slots: int, layers: int, half_life: float) -> Policy:
@@ -56,6 +59,7 @@ class Admission:
 
     def __init__(self, policy: Policy, slots: int, temporary: int, promote_after: int, lasting: np.ndarray) -> None:
         self.policy, self.lasting, self.promote_after = policy, lasting, promote_after
+        self._all_last = bool(lasting.all())
         self.capacity = max(0, slots - temporary)
         self.uses = np.zeros(policy.keys, np.int64)
         self.kept = np.zeros(policy.keys, bool)
@@ -71,17 +75,20 @@ class Admission:
     def earned(self, missing: np.ndarray) -> np.ndarray:
         """bool per missing key (int64): it stays. The best candidate is held against the worst expert kept."""
         self.kept[missing] = False  # a transfer of an earlier demand may have failed
-        ranks = self.policy.rank[missing]
-        order = np.flatnonzero(self.lasting[missing])
-        order = order[(-ranks[order]).argsort()]
-        held = self.policy.rank[np.flatnonzero(self.kept)]
+        ranks, keep = self.policy.rank[missing], np.zeros(len(missing), bool)
+        order = (-ranks).argsort()
+        if not self._all_last:
+            order = order[self.lasting[missing[order]]]
+        held = self.policy.rank[self.kept]
         room = self.capacity - len(held)
-        first, rest = order[: max(0, room)], order[max(0, room) :]
-        rest = rest[self.uses[missing[rest]] >= self.promote_after]
-        worst = _lowest(held, max(0, -room) + len(rest))[max(0, -room) :]
-        better = rest[: len(worst)][ranks[rest[: len(worst)]] > worst]
-        keep = np.zeros(len(missing), bool)
-        keep[first] = keep[better] = True
+        if room > 0:
+            keep[order[:room]] = True
+            order = order[room:]
+        if len(order):
+            order = order[self.uses[missing[order]] >= self.promote_after]
+            worst = _lowest(held, max(0, -room) + len(order))[max(0, -room) :]
+            order = order[: len(worst)]
+            keep[order[ranks[order] > worst]] = True
         self.kept[missing[keep]] = True
         return keep
 
