@@ -94,6 +94,14 @@ def test_compute_goes_slower_while_storage_reads_and_only_then():
         assert clock.now() - begun == pytest.approx(took)
 
 
+def test_a_prefetch_that_lands_takes_of_the_librarys_time_and_a_demand_does_not():
+    more = costs(lambda data: data["stacks"][STACK].update({"beside_us": number(40.0, "us")}))
+    for found, priority, count in ((more, PREFETCH, 3), (more, DEMAND, 0), (BARE, PREFETCH, 0)):
+        clock = VirtualTimeline(found)
+        clock.read([1, 2, 3], [0, 1, 2], "device", priority)
+        assert clock.now() == pytest.approx(3 * found.load_host_s + count * 40e-6)
+
+
 def test_engines_have_curves_of_their_own():
     def change(data):
         rows = [[0.5, 2.0]]

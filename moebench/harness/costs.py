@@ -25,6 +25,7 @@ BLOCK_BYTES = MIB  # demand pre-empts prefetch at this granularity
 COMPUTE = (
     "dense_layer_s", "dense_row_s", "head_s", "state_byte_s", "expert_s", "expert_row_s", "layer_floor_s", "byte_s",
     "host_sync_s", "host_expert_s", "host_row_s", "host_trip_s", "on_chip_s", "pass_s",
+    "beside_s",
 )  # fmt: skip
 CHIP_ACTIVATIONS = 128 * KIB  # of on-chip memory; the rest is two buffers for weights (arXiv 2609.14643, section 4.4)
 
@@ -152,8 +153,8 @@ def build(
         pass_s=stack.pass_us * 1e-6,
         library_s=_library_s(profile, geometry),
         expert_rows_s=_expert_rows_s(profile, geometry),
-        experts_beside_reads=_experts_beside_reads(profile, geometry),
-        layers_beside_reads=_beside(profile, "layers_beside_reads"),
+        experts_beside_reads=profile.beside_reads if profile.declares("compute.beside_reads") else 1.0,
+        beside_s=stack.beside_us * 1e-6,
         ahead_s=_ahead_s(profile, use),
         limit_byte_s=1 / (profile.limit_gb_s * GB) if profile.declares("storage.limit_gb_s") else 0.0,
         around_bytes=int(profile.readahead_kib * KIB / 2) if "reads.mmap" in curves and use.engine == "mmap" else 0,
@@ -188,22 +189,6 @@ def _library_s(profile: HardwareProfile, geometry: Geometry) -> Callable[[int, i
         return None
     curve, each, fixed = profile.curves["layers"], max(1, geometry.kv_bytes_per_token), geometry.fixed_state_bytes
     return lambda state_bytes, rows: curve.seconds(max(1.0, (state_bytes - 2 * fixed) / each), rows)
-
-
-def _beside(profile: HardwareProfile, name: str) -> float:
-    return profile.number(f"compute.{name}") if profile.declares(f"compute.{name}") else 1.0
-
-
-def _experts_beside_reads(profile: HardwareProfile, geometry: Geometry) -> float:
-    """What an expert keeps of its speed beside reads: of what the smallest one takes, which is the library's, as much
-    as layers, of the rest as much as kernels.
-    """
-    kernels, library = _beside(profile, "beside_reads"), _beside(profile, "layers_beside_reads")
-    curve = profile.curves.get(f"experts.{geometry.quant}")
-    if curve is None:
-        return kernels
-    own = min(1.0, curve.seconds(curve.xs[0], 1) / curve.seconds(geometry.expert_bytes / KIB, 1))
-    return 1 / (own / library + (1 - own) / kernels)
 
 
 def _expert_rows_s(profile: HardwareProfile, geometry: Geometry) -> Callable[[float], float] | None:

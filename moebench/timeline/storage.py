@@ -70,6 +70,8 @@ class ModeledStorage(Timeline):
         costs = self.costs
         if tier == "device":  # by way of a host slot it is the copy up that the host thread issues
             self._spend(OVERHEAD, self._now + costs.load_host_s * len(keys), "issue", len(keys))
+        if priority != DEMAND and costs.beside_s:
+            self._spend(OVERHEAD, self._now + costs.beside_s * len(keys), "beside", len(keys))
         now, tickets, cold = self._now, [], []
         for key, slot in zip(keys, slots, strict=True):
             ticket = Ticket(key, costs.read_bytes, slot, priority, now)

@@ -107,7 +107,7 @@ class VirtualTimeline(ModeledStorage):
         if costs.demand_s:
             self._spend(OVERHEAD, self._now + count * costs.demand_s, "loop", count)
         if not costs.on_chip_s:
-            self._compute(self._experts_s(count, rows), costs.experts_beside_reads, "experts", count)
+            self._compute(self._experts_s(count, rows), "experts", count)
             return
         if not count:
             return
@@ -126,8 +126,9 @@ class VirtualTimeline(ModeledStorage):
             return count * costs.expert_rows_s(rows / count) if count else 0.0
         return max(count * costs.expert_s, rows * costs.expert_row_s)
 
-    def _compute(self, took: float, share: float, what: str, of: int = 0) -> None:
-        """Work of ``took`` seconds, which keeps a ``share`` of its speed while storage reads."""
+    def _compute(self, took: float, what: str, of: int = 0) -> None:
+        """Experts that take ``took`` seconds by themselves, and longer while storage reads."""
+        share = self.costs.experts_beside_reads
         if share < 1 and took:
             reading = self.reading_s()
             took = took / share if took <= share * reading else took + (1 - share) * reading
@@ -178,7 +179,7 @@ class VirtualTimeline(ModeledStorage):
             busy = max(costs.dense_layer_s, rows * costs.dense_row_s) + state_bytes * costs.state_byte_s
             if costs.library_s is not None:  # nothing of it goes on beside: it adds up
                 took = layers * (busy + costs.library_s(state_bytes, rows))
-                self._compute(took, costs.layers_beside_reads, "dense", layers)
+                self._spend(COMPUTE, self._now + took, "dense", layers)
             else:
                 end = self._now + layers * max(busy, costs.layer_floor_s)
                 self._spend(COMPUTE, min(end, self._now + layers * busy), "dense", layers)
@@ -187,7 +188,7 @@ class VirtualTimeline(ModeledStorage):
             if costs.layer_s:
                 self._spend(OVERHEAD, self._now + layers * costs.layer_s, "loop", layers)
         if final:
-            self._compute(costs.head_s + costs.pass_s, costs.layers_beside_reads, "head")
+            self._spend(COMPUTE, self._now + costs.head_s + costs.pass_s, "head")
             if costs.step_s:
                 self._spend(OVERHEAD, self._now + costs.step_s, "pass")
 
