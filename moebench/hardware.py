@@ -68,10 +68,11 @@ STACK_NUMBERS = {"per_load_ms": "ms", "host_sync_us": "us", "layer_floor_us": "u
 # What the loop itself takes, 0 where it is not declared: of a pass, of a layer, of an expert that is resident, of a
 # hook that is called; pass_us, what the library takes of a pass beside its layers: masks, embedding, head; and
 # beside_us, what a read that lands meanwhile takes of the library's time.
-LOOP_NUMBERS = dict.fromkeys(("step_us", "layer_us", "request_us", "hook_us", "pass_us", "beside_us"), "us")
+# wait_us is what waiting in a layer adds to the loop's own time: it goes on with cold caches.
+LOOP_NUMBERS = dict.fromkeys(("step_us", "layer_us", "request_us", "wait_us", "hook_us", "pass_us", "beside_us"), "us")
 SECTIONS = ("memory", "storage", "bandwidth", "compute")
 KEYS = {"id", "title", "match", "model", "engine", "stack", "unified", "read_curve", "stacks", *SECTIONS}
-MORE = {"curves", "unmeasured"}  # what a measured profile has besides
+MORE = {"curves", "hooks", "unmeasured"}  # what a measured profile has besides
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class Stack:
     step_us: float = 0.0
     layer_us: float = 0.0
     request_us: float = 0.0
+    wait_us: float = 0.0
     hook_us: float = 0.0
     pass_us: float = 0.0
     beside_us: float = 0.0
@@ -101,7 +103,8 @@ class Stack:
 @dataclass(frozen=True)
 class HardwareProfile:
     """One machine. ``number(name)`` is a plain float; ``quantities`` holds each with unit and source, ``curves`` what
-    was measured over two axes (names: ``moebench.curves``), ``unmeasured`` what could not be, with the reason.
+    was measured over two axes (names: ``moebench.curves``), ``hooks`` what one hook of a system takes, by the system's
+    id, ``unmeasured`` what could not be, with the reason.
     """
 
     id: str
@@ -115,6 +118,7 @@ class HardwareProfile:
     read_curve: ReadCurve
     stacks: dict[str, Stack] = field(default_factory=dict)
     curves: dict[str, Curve] = field(default_factory=dict)
+    hooks: dict[str, Quantity] = field(default_factory=dict)
     unmeasured: dict[str, str] = field(default_factory=dict)
 
     def number(self, name: str) -> float:
@@ -142,6 +146,7 @@ class HardwareProfile:
         values |= {f"{name}.{key}": q.value for name in stacks for key, q in self.stacks[name].quantities.items()}
         content = [self.unified, self.engine, self.stack, values, curve.sizes_kib, curve.depths, curve.rows]
         content += [[name, self.curves[name].rows] for name in sorted(self.curves)]
+        content += [[name, self.hooks[name].value] for name in sorted(self.hooks)]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
     def __getattr__(self, name: str) -> float:
@@ -230,8 +235,15 @@ def from_dict(data: Any, where: str) -> HardwareProfile:
     return HardwareProfile(
         **named, unified=data["unified"], match=_match(data["match"], where), quantities=quantities,
         read_curve=read_curve(data["read_curve"], where), stacks=stacks, curves=curves(data.get("curves", {}), where),
-        unmeasured=_unmeasured(data.get("unmeasured", {}), where),
+        hooks=_hooks(data.get("hooks", {}), where), unmeasured=_unmeasured(data.get("unmeasured", {}), where),
     )  # fmt: skip
+
+
+def _hooks(given: Any, where: str) -> dict[str, Quantity]:
+    """What one hook of each system takes."""
+    if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
+        raise HardwareError(f"{where}: hooks must be a mapping of systems to numbers, got {given!r}")
+    return {name: quantity(entry, "us", f"{where}: hooks.{name}") for name, entry in given.items()}
 
 
 def _unmeasured(given: Any, where: str) -> dict[str, str]:

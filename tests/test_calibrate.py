@@ -49,7 +49,7 @@ SMALL = {
         "COPIES": (16 * KIB, 64 * KIB), "WIDTHS": (64, 128), "DENSE_ROWS": (1, 4), "EXPERT_ROWS": (1, 4),
         "SHAPES": ((128, 64), (256, 128)),
     },
-    host: {"CONTEXTS": (1, 4), "PASS_ROWS": (1, 4), "LOOP_TURNS": 1},
+    host: {"CONTEXTS": (1, 4), "PASS_ROWS": (1, 4), "LOOP_TURNS": 1, "HOOK_TURNS": 0},
     kernels: {"AREA": MIB, "MOST": 8}, memory: {"AREA": 4 * MIB}, file: {"MOST_EXPERTS": 512}, beside: {"PAIRS": 1},
     drift: {"INTERVALS": 4, "ENDS": 1},
 }  # fmt: skip

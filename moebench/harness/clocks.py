@@ -6,6 +6,7 @@ Knows profiles and packs; knows no tiers, no hooks and no requests.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -68,4 +69,6 @@ def modeled_costs(frame: Frame, held_bytes: int, dense_bits: float | None) -> Co
         tiers=1 + frame.two_tiers,
         on_host=frame.handling.on_host,
     )
+    if cell.spec.id in cell.profile.hooks:
+        found = replace(found, hook_s=cell.profile.hooks[cell.spec.id].value * 1e-6)
     return found if cell.computes else cost_model.reads_only(found)

@@ -149,6 +149,7 @@ def build(
         step_s=stack.step_us * 1e-6,
         layer_s=stack.layer_us * 1e-6,
         demand_s=stack.request_us * 1e-6,
+        wait_s=stack.wait_us * 1e-6,
         hook_s=stack.hook_us * 1e-6,
         pass_s=stack.pass_us * 1e-6,
         library_s=_library_s(profile, geometry),

@@ -30,6 +30,7 @@ CONTEXTS, PASS_ROWS = (1, 64, 512), (1, 4, 32)
 PASS_CONTEXT, SMALL_READ, SMALL_DEPTH = 32, 16 * KIB, 4  # of a small model that decodes beside reads
 LANDING = 8  # reads in a pass
 LOOP_TURNS = 5
+HOOK_TURNS = 2
 BUSY = 0.05  # of the processors, taken by others: more than a system's own housekeeping
 
 
@@ -54,6 +55,7 @@ def measure(where: Where, record: Record) -> dict[str, Any]:
         processor.contention(file, folder / "writes", record, storage, compute)
         stack = _loop(file, record)
         _live(where.model, file, record, stack, storage, compute)
+    hooks = _hooks(record)
     processor.sustained(record, compute)
     _absent(record, machine.gpu)
     if (share := others.share()) > BUSY:
@@ -76,6 +78,7 @@ def measure(where: Where, record: Record) -> dict[str, Any]:
         "read_curve": reads,
         "stacks": {"moebench": stack},
         "curves": record.curves,
+        "hooks": hooks,
         "unmeasured": record.unmeasured,
     }
 
@@ -103,8 +106,10 @@ def _loop(file: ProbeFile, record: Record) -> dict[str, Any]:
     with record.part("loop", 0.03, needed=True):
         cost = overheads(file, LOOP_TURNS)
         load = Samples(tuple(us / 1e3 for us in cost.load.values))
-        text = "the loop's own time for an expert of 4 KiB read from the page cache, waits left out"
+        text = "the loop's own time for an expert of 4 KiB that is read, waits left out: layers of two and of eight"
         found["per_load_ms"] = record.number(load, "ms", text)
+        text = "what a layer that waits adds to the loop's own time, waits left out"
+        found["wait_us"] = record.number(cost.wait, "us", text)
         text = "the loop's own time in a replay, of a {}: differences of passes of other depth and width"
         for name, samples in (("step", cost.step), ("layer", cost.layer), ("request", cost.request)):
             words = {"step": "pass", "layer": "layer", "request": "resident expert"}[name]
@@ -112,6 +117,19 @@ def _loop(file: ProbeFile, record: Record) -> dict[str, Any]:
     with record.part("hook_us", 0.005) as seconds:
         found["hook_us"] = record.number(hook_call(seconds), "us", "one bound hook that does nothing, timed as in runs")
     found["host_sync_us"] = record.fact(0, "us", "the processor computes, so nothing is read back")
+    return found
+
+
+def _hooks(record: Record) -> dict[str, Any]:
+    """What one hook of each system takes; two seconds a system and turn, beside what the other parts may take."""
+    from moebench.probes.systems import hook_calls
+
+    found: dict[str, Any] = {}
+    with record.part("hooks", 0.0):
+        taken, refused = hook_calls(HOOK_TURNS)
+        text = "a hook of {} in a measured replay of tinymoe's routing, mean over its hooks"
+        found = {name: record.number(us, "us", text.format(name)) for name, us in taken.items()}
+        record.unmeasured |= {f"hooks of {name}": why for name, why in refused.items()}
     return found
 
 

@@ -1,5 +1,5 @@
-"""What the loop itself takes of a pass, a layer, an expert, a load and a hook: replays of experts that are resident,
-and of experts that all have to be loaded, from the page cache, under the observers that every run has.
+"""What the loop itself takes of a pass, a layer, an expert, a load, a wait and a hook: replays of experts that are
+resident, and of experts that all have to be read, under the observers that every run has.
 
 Knows the loop and its timeline; knows no system but one that decides nothing.
 """
@@ -32,8 +32,8 @@ from moebench.timeline.wall import WallTimeline
 from moebench.trace.format import Trace
 from moebench.units import PAGE
 
-STEPS, ENGINE = 48, "pread"
-SHALLOW, DEEP, WIDE = (2, 1), (16, 1), (16, 8)  # layers and experts of a token
+STEPS, ENGINE = 48, "direct"
+SHALLOW, DEEP, FEW, WIDE = (2, 1), (16, 1), (16, 2), (16, 8)  # layers and experts of a token
 
 
 class Plain:
@@ -73,6 +73,7 @@ class Overheads:
     step: Samples
     layer: Samples
     request: Samples
+    wait: Samples
     load: Samples
 
 
@@ -81,12 +82,14 @@ def overheads(file: ProbeFile, turns: int) -> Overheads:
     found: list[tuple[float, ...]] = []
     for _ in range(turns):
         shallow, deep, wide = (_busy_us(file, *shape, resident=True) for shape in (SHALLOW, DEEP, WIDE))
-        loading = _busy_us(file, *WIDE, resident=False)
+        few, many = (_busy_us(file, *shape, resident=False) for shape in (FEW, WIDE))
         layers, experts = WIDE
         request = (wide - deep) / (layers * (experts - 1))
         layer = (deep - shallow) / (DEEP[0] - SHALLOW[0]) - request
         step = shallow - SHALLOW[0] * (layer + request)
-        found.append((step, layer, request, (loading - wide) / (layers * experts)))
+        load = (many - few) / (layers * (experts - FEW[1])) - request
+        wait = (few - step) / layers - layer - FEW[1] * (request + load)
+        found.append((step, layer, request, wait, load))
     return Overheads(*(Samples(tuple(max(0.0, value) for value in values)) for values in zip(*found, strict=True)))
 
 

@@ -20,6 +20,7 @@ class VirtualTimeline(ModeledStorage):
         super().__init__(costs, places)
         self._link_free = {"host": 0.0, "device": 0.0}  # the link carries both directions at once
         self._host_free, self._host_busy = 0.0, False
+        self._waited = False  # since the layer began
         self._calls = 0  # of the system's hooks, as far as they were charged
         self._unit_free = 0.0  # when the accelerator's arithmetic is through with what it was handed
 
@@ -92,6 +93,9 @@ class VirtualTimeline(ModeledStorage):
             ):  # fmt: skip
                 if until > self._now:
                     self._spend(part, until, what, ticket.key)
+            if self.costs.wait_s and not self._waited:
+                self._spend(OVERHEAD, self._now + self.costs.wait_s, "wait")
+            self._waited = True
         return stall
 
     # --- compute ---------------------------------------------------------------------------------------------------
@@ -175,6 +179,7 @@ class VirtualTimeline(ModeledStorage):
         floor.
         """
         costs = self.costs
+        self._waited = False
         if layers:
             busy = max(costs.dense_layer_s, rows * costs.dense_row_s) + state_bytes * costs.state_byte_s
             if costs.library_s is not None:  # nothing of it goes on beside: it adds up

@@ -1,0 +1,49 @@
+"""What one hook of each system takes: a measured replay of the shipped model's routing under every one of them.
+
+Real reads stand between the hooks, as in runs: without them caches stay warm, and a hook takes a fraction. Knows the
+harness and the registry; knows no system by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import resources
+
+from moebench.config import QualityConfig, RunConfig, WorkloadConfig
+from moebench.errors import MoebenchError
+from moebench.geometry import EMBEDDED
+from moebench.harness.cell import run_cell
+from moebench.harness.plan import plan
+from moebench.plugins import Registry, load_plugins
+from moebench.probes.samples import Samples
+
+TRACE = "traces/held_out.safetensors"
+BUDGET, WARMUP, ENGINE = "0.5", 16, "direct"
+ANY = "m4pro"  # declares a machine, as a plan needs; what is measured is this one
+
+
+def hook_calls(turns: int) -> tuple[dict[str, Samples], dict[str, str]]:
+    """Microseconds of a hook by system, one sample a turn, systems in turn; and why one could not be measured."""
+    registry = load_plugins(quiet=True)
+    found: dict[str, list[float]] = {}
+    refused: dict[str, str] = {}
+    for _ in range(turns):
+        for name in [name for name in registry.systems if name not in refused]:
+            try:
+                found.setdefault(name, []).append(_once(name, registry))
+            except MoebenchError as error:
+                refused[name] = str(error)
+    return {name: Samples(tuple(us)) for name, us in found.items() if name not in refused}, refused
+
+
+def _once(name: str, registry: Registry) -> float:
+    spec = registry.system(name)
+    path = str(resources.files("moebench.models.tinymoe").joinpath(TRACE))
+    config = RunConfig(
+        name, ANY, spec.config(), EMBEDDED, WorkloadConfig("trace", "trace", path), budget=BUDGET, mode="model",
+        engine=spec.engine or ENGINE, quality=QualityConfig("none"), warmup_tokens=WARMUP,
+    )  # fmt: skip
+    (cell,) = plan(config, registry)
+    took = run_cell(replace(cell, clock="wall", why="calibration"), registry).volatile
+    calls = took.get("hook_calls_per_token", 0)
+    return took["hook_us_per_token"] / calls if calls else 0.0
