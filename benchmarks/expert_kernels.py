@@ -35,7 +35,7 @@ WAITS = {
     "spin 20000": {"GOMP_SPINCOUNT": "20000"},
     "active": {"OMP_WAIT_POLICY": "ACTIVE"},
 }
-TOP_K, LAYERS = 8, 300
+TOP_K, LAYERS = 8, 150
 
 
 class Experts:

@@ -108,7 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--systems", default="lru,ssd_llama,moe_infinity,specprefetch")
+    parser.add_argument("--systems", default="lru,decayed_lfu,ssd_llama")
     arguments = parser.parse_args()
     registry, rows = load_plugins(), []
     for axis, values in AXES.items():
