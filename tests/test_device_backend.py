@@ -180,6 +180,15 @@ def test_dense_weights_lie_on_the_device_and_experts_nowhere(tmp_path, device):
     assert backend.model.get_input_embeddings().weight.device == CARD
 
 
+def test_what_systems_see_of_a_model_is_the_hosts(tmp_path, device):
+    backend = on_card(plain_pack(tmp_path, native_model("deepseek_v3")), device())
+    assert all(isinstance(bias, np.ndarray) for bias in backend.selection_bias().values())
+    assert len(backend.selection_bias()) == 2
+    hidden = torch.randn(3, 4).to(CARD)
+    assert backend.ops.rows(hidden, np.array([2, 0])).device.type == "cpu"
+    assert np.array_equal(backend.ops.numpy(hidden), hidden.cpu().numpy())
+
+
 def test_row_invariance_is_probed_on_the_device(tmp_path, device, monkeypatch):
     monkeypatch.setattr(probe, "OUTPUTS", 1000)
     monkeypatch.setattr(probe, "ROWS", (1, 2, 20))

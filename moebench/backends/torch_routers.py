@@ -70,7 +70,7 @@ def routed(router: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     wanted = inspect.signature(router.forward).parameters
 
     def kernel(x: torch.Tensor) -> torch.Tensor:
-        biases = {name: torch.zeros(router.num_experts) for name in BIASES if name in wanted}
+        biases = {name: torch.zeros(router.num_experts, device=x.device) for name in BIASES if name in wanted}
         return torch.cat([part.float() for part in router(x, **biases)], -1)
 
     return kernel
@@ -88,4 +88,4 @@ def selection_bias(model: nn.Module, experts_name: str) -> torch.Tensor | None:
 def selection_biases(model: nn.Module) -> dict[int, np.ndarray]:
     """``selection_bias`` by MoE layer, where there is one."""
     found = {layer: selection_bias(model, name) for layer, name in enumerate(expert_modules(model))}
-    return {layer: bias.numpy() for layer, bias in found.items() if bias is not None}
+    return {layer: bias.cpu().numpy() for layer, bias in found.items() if bias is not None}
