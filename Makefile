@@ -3,6 +3,7 @@
 # make regress-live: the same for answers of the shipped model.   make baseline: make results/baseline anew, both parts.
 # make fuzz: readers of untrusted files, new examples every time (FUZZ=20 times those of make test: about ten minutes on one core).
 # make faults: kills, full disks, failing reads and a soak, FAULTS=25 times those of make test (about an hour on one core); docs/reliability.md.
+# make validate: what forecasts for this machine are off by (moebench calibrate first; a quarter of an hour).
 # make claims: docs/claims.md, what six papers claim beside what is modeled here (a quarter of an hour).
 # make report: the sample report of the committed results, in reports/sample.
 PYTHON ?= python3
@@ -27,7 +28,7 @@ MOEBENCH := OMP_NUM_THREADS=1 MOEBENCH_PLUGINS= $(BIN)/moebench
 LIVE := systems=lru,edge0,flashmoe,moe_infinity,specprefetch,ssd_llama,bigmomo baselines=false
 REPLAY := model=tinymoe workload=trace workload.path=$(TRACES)
 
-.PHONY: run test fuzz faults check claims bench clean report regress regress-live baseline live traces $(REPLAYS)
+.PHONY: run test fuzz faults check claims validate bench clean report regress regress-live baseline live traces $(REPLAYS)
 
 run: $(VENV)/.run
 	$(BIN)/moebench run $(ARGS)
@@ -48,6 +49,9 @@ check: $(VENV)/.check
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python scripts/check_architecture.py
+
+validate: $(VENV)/.run
+	$(MOEBENCH) validate hw=host
 
 claims: $(VENV)/.run
 	$(MOEBENCH) reproduce out=build/claims docs=docs/claims.md
