@@ -100,6 +100,42 @@ def test_nobody_is_pushed_out_by_a_lower_score(data):
         assert found.kept.sum() <= found.capacity
 
 
+def plainly(found, missing):
+    """Who earns a slot, by sorting everything: which of ``missing`` stay."""
+    kept = found.kept.copy()
+    kept[missing] = False
+    ranks = found.policy.rank
+    held, keep = sorted(ranks[kept].tolist()), np.zeros(len(missing), bool)
+    order = sorted((i for i, key in enumerate(missing) if found.lasting[key]), key=lambda i: -ranks[missing[i]])
+    room = found.capacity - len(held)
+    keep[order[: max(0, room)]] = True
+    rest = [i for i in order[max(0, room) :] if found.uses[missing[i]] >= found.promote_after]
+    for i, worst in zip(rest, held[max(0, -room) :], strict=False):
+        keep[i] = ranks[missing[i]] > worst
+    return keep.tolist()
+
+
+@pytest.mark.parametrize("score", ["frequency_recency", "frequency", "recency"])
+@given(events=EVENTS, promote_after=st.integers(1, 3), all_last=st.booleans())
+def test_the_worst_kept_are_those_that_sorting_would_find(score, events, promote_after, all_last):
+    policy = make_score(score, KEYS, 8, 1, 4.0)
+    lasting = np.ones(KEYS, bool) if all_last else np.arange(KEYS) % 3 > 0
+    found = Admission(policy, 8, 2, promote_after, lasting)
+    for event in events:
+        keys = np.array(event)
+        policy.access(keys, found.kept[keys])
+        found.used(keys)
+        missing = keys[~found.kept[keys]]
+        if not len(missing):
+            continue
+        expected = plainly(found, missing)
+        assert found.earned(missing).tolist() == expected
+        over = int(found.kept.sum()) - found.capacity
+        if over > 0:
+            others = np.setdiff1d(np.flatnonzero(found.kept), keys)
+            found.left(others[policy.rank[others].argsort()][:over])
+
+
 # --- placement ---------------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ Array kernels over flat keys. Knows no bytes, no tier and no time but its own co
 
 from __future__ import annotations
 
+import heapq
 from typing import Any, ClassVar
 
 import numpy as np
@@ -63,6 +64,8 @@ class Admission:
         self.capacity = max(0, slots - temporary)
         self.uses = np.zeros(policy.keys, np.int64)
         self.kept = np.zeros(policy.keys, bool)
+        self._heap: list[tuple[int, int]] = []  # ranks as they were when noted, and keys, each at most once
+        self._listed = np.zeros(policy.keys, bool)
 
     def used(self, keys: np.ndarray) -> None:
         """One demand."""
@@ -79,20 +82,36 @@ class Admission:
         order = (-ranks).argsort()
         if not self._all_last:
             order = order[self.lasting[missing[order]]]
-        held = self.policy.rank[self.kept]
-        room = self.capacity - len(held)
+        room = self.capacity - np.count_nonzero(self.kept)
         if room > 0:
             keep[order[:room]] = True
             order = order[room:]
         if len(order):
             order = order[self.uses[missing[order]] >= self.promote_after]
-            worst = _lowest(held, max(0, -room) + len(order))[max(0, -room) :]
+            worst = np.array(self._lowest(max(0, -room) + len(order))[max(0, -room) :], np.int64)
             order = order[: len(worst)]
             keep[order[ranks[order] > worst]] = True
-        self.kept[missing[keep]] = True
+        for key in missing[keep].tolist():
+            self.kept[key] = True
+            if not self._listed[key]:
+                self._listed[key] = True
+                heapq.heappush(self._heap, (int(self.policy.rank[key]), key))
         return keep
 
-
-def _lowest(values: np.ndarray, count: int) -> np.ndarray:
-    """The ``count`` lowest, ascending."""
-    return np.sort(np.partition(values, count)[:count] if count < len(values) else values)
+    def _lowest(self, count: int) -> list[int]:
+        """The ``count`` lowest ranks of those kept, ascending. A rank only grows, so one that grew is put right when it
+        is met, and what a layer costs does not grow with the slots.
+        """
+        heap, rank, found = self._heap, self.policy.rank, []
+        while heap and len(found) < count:
+            noted, key = heap[0]
+            if not self.kept[key]:
+                heapq.heappop(heap)
+                self._listed[key] = False
+            elif (now := int(rank[key])) != noted:
+                heapq.heapreplace(heap, (now, key))
+            else:
+                found.append(heapq.heappop(heap))
+        for entry in found:
+            heapq.heappush(heap, entry)
+        return [noted for noted, _ in found]
