@@ -193,7 +193,8 @@ def extend(data: dict[str, Any], device: TorchDevice, name: str, record: Record)
         sixty = Samples(tuple(60 * us for us in one.values))
         text = f"60 small operations at {one.median:.2f} us; no model's layer was measured on the device"
         stack["layer_floor_us"] = record.number(sixty, "us", text, "estimate")
-        stack.pop("pass_us", None)
+        for key in ("pass_us", "beside_us"):
+            stack.pop(key, None)
     for dotted in BESIDE:
         section, key = dotted.split(".")
         (compute if section == "compute" else data["storage"]).pop(key, None)

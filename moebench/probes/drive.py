@@ -26,7 +26,7 @@ def storage(file: ProbeFile, record: Record) -> tuple[dict[str, Any], dict[str, 
     with record.part("storage.write_gb_s", 0.0, needed=True):
         found = {"write_gb_s": record.number(file.write(), "GB/s", "sequential writes, synced each 128 MiB")}
     direct, method = Reader(file, "direct"), "random experts by engine {}, hashed; a demand of so many at a time"
-    with record.part("read_curve", 0.16, needed=True) as seconds:
+    with record.part("read_curve", 0.13, needed=True) as seconds:
         points = grid(_points(SIZES, DEPTHS, file), direct.cold, seconds)
         reads = record.table(points, method.format("direct"), ("sizes_kib", "depths"), "GB/s", KIB)
     few = _points(FEW_SIZES, FEW_DEPTHS, file)

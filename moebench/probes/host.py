@@ -188,7 +188,7 @@ def _live(
 
 def _absent(record: Record, gpu: str) -> None:
     """What this command never measures, or this machine does not show."""
-    none = "this machine has no GPU that its driver names" if not gpu else f"{gpu} is not measured by this command"
+    none = "this machine has no GPU that its driver names" if not gpu else f"{gpu}: device=cuda measures it"
     record.unmeasured["device memory, its link and its compute"] = none
     if not (getattr(psutil, "sensors_temperatures", dict)() or {}):
         record.unmeasured["temperatures"] = "this system shows no thermal sensors; compute.sustained shows their effect"

@@ -134,6 +134,6 @@ def contention(file: ProbeFile, path: Path, record: Record, storage: dict[str, A
 
 def sustained(record: Record, compute: dict[str, Any]) -> None:
     """Adds what a time under load leaves."""
-    with record.part("compute.sustained", 0.24) as seconds:
+    with record.part("compute.sustained", 0.27) as seconds:
         text = f"int4 experts on every core, rate at the end of {seconds:.0f} s under load over the rate at its start"
         compute["sustained"] = record.number(drift.sustained(seconds), "share", text)
