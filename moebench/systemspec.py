@@ -191,8 +191,8 @@ class SystemSpec:
     object; ``fidelity(config)`` is ``exact`` (native routing is executed), ``advisory`` (native, predictions only
     prefetch) or ``altered`` (other experts run). ``timing_dependent``: where it alters routing, which experts run
     depends on what is resident or on when reads finish, so that answers may differ from run to run. ``reads_ahead``: it
-    reads before a layer asks, so that hits, and where it takes reads back bytes, depend on when reads finish. ``needs`` names
-    artefacts or trace channels; ``baseline`` puts the system into every comparison, and so does ``oracle``, a bound
+    reads before a layer asks, so that hits, and where it takes reads back bytes, depend on when reads finish.
+    ``needs`` names artefacts or trace channels; ``baseline`` puts the system into every comparison, and so does ``oracle``, a bound
     that no real system reaches; ``foresight(config)``: this configuration of another system is given the future too;
     ``engine`` is the read engine used when none is asked for.
     ``equip(config, target)`` returns what the system brings (default: nothing), or raises what a user can mend;

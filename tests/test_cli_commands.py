@@ -171,7 +171,7 @@ def test_a_trace_is_replaced_whole_or_not_at_all(monkeypatch):
         def fail(*_):
             raise OSError("the disk is gone")
 
-        patch.setattr("moebench.trace.format.os.fsync", fail)
+        patch.setattr("moebench.scratch.os.fsync", fail)
         assert main([*words, "seed=1"]) == 1
     assert [path.name for path in Path().iterdir()] == ["a.safetensors"]
     assert Path("a.safetensors").read_bytes() == before
