@@ -182,10 +182,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=64)
     options = parser.parse_args()
-    from moebench.backends import torch_cuda
+    from moebench.backends.cuda_state import describe
+    from moebench.backends.torch_cuda import CudaDevice
 
-    device = torch_cuda.CudaDevice()
-    print(torch_cuda.describe())
+    device = CudaDevice()
+    print(describe())
     found, speeds = table(device, options.tokens, seconds=20)
     show(found, speeds)
     return 0 if all(row.identical for row in found) else 1

@@ -5,7 +5,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
-reason=$("$PYTHON" -c 'from moebench.backends.torch_cuda import refusal; print(refusal() or "")')
+reason=$("$PYTHON" -c 'from moebench.backends.cuda_state import refusal; print(refusal() or "")')
 if [ -n "$reason" ]; then
     echo "gpu_check: nothing was checked: $reason"
     exit 3

@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from moebench.backends.device import Event, Stream
@@ -82,19 +81,43 @@ def _call(func, args, kwargs):
         with OnCard():
             return func.decompose(*args, **kwargs)
     device = kwargs.get("device")
-    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    tensors = [t for t in _flat((*args, *kwargs.values())) if isinstance(t, torch.Tensor)]
     cards = [t for t in tensors if isinstance(t, Card)]
     if cards and name not in CROSSING and any(t.dim() for t in tensors if not isinstance(t, Card)):
         raise RuntimeError(f"{name}: tensors of card and host meet")
-    args, kwargs = tree_map_only(Card, lambda t: t.real_, (args, kwargs))
     target = None if device is None else torch.device(device).type
-    out = func(*args, **{**kwargs, **({} if target in (None, "meta") else {"device": HOST})})
+    real = {key: _real(value) for key, value in kwargs.items()}
+    if target not in (None, "meta"):
+        real["device"] = HOST
+    out = func(*map(_real, args), **real)
     if name.endswith("_") and not name.endswith("__"):
         return tensors[0]
     if target is None:
-        return tree_map_only(torch.Tensor, Card, out) if cards else out
+        return _carded(out) if cards else out
     crossed = out.clone() if name == "_to_copy" and (target == "card") != bool(cards) else out
     return Card(crossed) if target == "card" else crossed
+
+
+def _flat(values):
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+def _real(value):
+    """The real numbers behind an argument."""
+    if isinstance(value, list | tuple):
+        return [_real(one) for one in value]
+    return value.real_ if isinstance(value, Card) else value
+
+
+def _carded(value):
+    """A result as it lies on the card."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(_carded, value))
+    return Card(value) if isinstance(value, torch.Tensor) else value
 
 
 @contextmanager

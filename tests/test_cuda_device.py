@@ -11,7 +11,7 @@ import torch
 from device_programs import SLOTS, in_order
 from torch_models import DictServer, make_backend, make_pack, native_model, run
 
-from moebench.backends import torch_cuda
+from moebench.backends import cuda_state, torch_cuda
 from moebench.backends.device import DeviceSlots
 from moebench.backends.torch_device_model import DeviceBackend, DeviceLayout
 from moebench.backends.torch_source import TransformersSource
@@ -23,7 +23,7 @@ from moebench.store.random_parts import RandomParts
 from moebench.store.writer import write_pack
 from moebench.units import MIB
 
-pytestmark = pytest.mark.skipif(torch_cuda.refusal() is not None, reason=f"no card: {torch_cuda.refusal()}")
+pytestmark = pytest.mark.skipif(cuda_state.refusal() is not None, reason=f"no card: {cuda_state.refusal()}")
 TOKENS = np.random.default_rng(0).integers(0, 96, (1, 9))
 
 

@@ -14,7 +14,7 @@ from harness_fixtures import make_host
 from simulated_device import CARD, HOST, NOW, OnCard, SimDevice
 
 from moebench import hardware
-from moebench.backends import torch_cuda
+from moebench.backends import cuda_state
 from moebench.commands.calibrate import CalibrateOptions
 from moebench.commands.doctor import _cuda
 from moebench.errors import UsageError
@@ -79,9 +79,9 @@ def test_the_table_of_a_card_compares_arms(small, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.skipif(torch_cuda.refusal() is None, reason="there is a card here")
+@pytest.mark.skipif(cuda_state.refusal() is None, reason="there is a card here")
 def test_without_a_card_everything_says_so():
-    assert _cuda().found == torch_cuda.refusal()
+    assert _cuda().found == cuda_state.refusal()
     assert not _cuda().ok
     with pytest.raises(UsageError, match="calibrate: device=cuda: torch"):
         CalibrateOptions(device="cuda")
@@ -93,4 +93,4 @@ def test_without_a_card_everything_says_so():
         text=True,
     )
     assert ran.returncode == 3
-    assert ran.stdout.splitlines() == [f"gpu_check: nothing was checked: {torch_cuda.refusal()}"]
+    assert ran.stdout.splitlines() == [f"gpu_check: nothing was checked: {cuda_state.refusal()}"]

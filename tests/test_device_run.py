@@ -10,7 +10,7 @@ import yaml
 from harness_fixtures import LIVE, error_line, live, make_host, mini, packs, plugin  # noqa: F401 - fixtures
 from simulated_device import LATE, NOW, RACE, OnCard, SimDevice
 
-from moebench.backends import torch_cuda
+from moebench.backends import cuda_state
 from moebench.cli import main
 from moebench.commands.compose import register_groups, resolve, spelled
 from moebench.engine.loop import Loop
@@ -30,7 +30,7 @@ def machine(live, tmp_path, monkeypatch):  # noqa: F811
     card = yaml.safe_load(Path(load_plugins().hardware_path("rtx5090_32gb")).read_text())
     parts = ("unified", "memory", "storage", "bandwidth", "compute")
     make_host(tmp_path / "home", **{part: card[part] for part in parts})
-    monkeypatch.setattr(torch_cuda, "refusal", lambda: None)
+    monkeypatch.setattr(cuda_state, "refusal", lambda: None)
     with OnCard():
         yield monkeypatch
 
@@ -74,10 +74,18 @@ def run(patch, system, when=lambda stream, index: NOW, **options):
 
 def test_exact_systems_answer_as_everything_resident_does(machine):
     expected, rng = run(machine, "resident"), np.random.default_rng(0)
-    for system in ("moe_infinity", "specprefetch", "ssd_llama"):
-        found = run(machine, system, lambda stream, index: (NOW, LATE, RACE)[rng.integers(3)])
-        assert found[0] == expected[0]
-        assert all(map(np.array_equal, found[1], expected[1]))
+    machine.setattr(SimDevice, "notes", ("computed on a simulated device",))
+    machine.setattr(SimDevice, "peak_bytes", lambda self: 123 * GIB)
+    for system in ("specprefetch", "ssd_llama"):
+        tokens, logits, row = run(machine, system, lambda stream, index: (NOW, LATE, RACE)[rng.integers(3)])
+        assert tokens == expected[0]
+        assert all(map(np.array_equal, logits, expected[1]))
+        # A row books both memories and says where it computed.
+        assert set(row.protocol["slots"]) == {"device", "host"}
+        assert "computed on a simulated device" in row.assumptions
+        assert row.metrics["allocator_peak_gib"].value == 123
+        assert row.metrics["decode_tok_s"].provenance == "measured"
+        assert row.config["device"] == "cuda"
 
 
 def test_edge0s_heads_adapters_and_codec_serve_there(machine):
@@ -86,17 +94,6 @@ def test_edge0s_heads_adapters_and_codec_serve_there(machine):
     _, coded, row = run(machine, "edge0", lambda stream, index: (NOW, LATE)[rng.integers(2)], codec="rans")
     assert all(map(np.array_equal, plain, coded))
     assert row.protocol["counters"]["predicted_layers"] > 0
-
-
-def test_a_row_books_both_memories_and_says_where_it_computed(machine, monkeypatch):
-    monkeypatch.setattr(SimDevice, "notes", ("computed on a simulated device",))
-    monkeypatch.setattr(SimDevice, "peak_bytes", lambda self: 123 * GIB)
-    row = run(machine, "lru")[2]
-    assert set(row.protocol["slots"]) == {"device", "host"}
-    assert "computed on a simulated device" in row.assumptions
-    assert row.metrics["allocator_peak_gib"].value == 123
-    assert row.config["device"] == "cuda"
-    assert row.metrics["decode_tok_s"].provenance == "measured"
 
 
 @pytest.mark.parametrize(
@@ -123,7 +120,7 @@ def test_a_system_that_moves_experts_on_storage_says_what_to_switch_off(machine)
         run(machine, "bigmomo")
 
 
-@pytest.mark.skipif(torch_cuda.refusal() is None, reason="there is a card here")
+@pytest.mark.skipif(cuda_state.refusal() is None, reason="there is a card here")
 def test_without_a_card_one_line_says_why(live, capsys):  # noqa: F811
     assert main(["run", "system=lru", "hw=m4pro", "model=tinymoe", "device=cuda"]) == 2
-    assert f"device=cuda: {torch_cuda.refusal()}; device=cpu computes on the processor" in error_line(capsys)
+    assert f"device=cuda: {cuda_state.refusal()}; device=cpu computes on the processor" in error_line(capsys)

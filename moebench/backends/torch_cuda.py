@@ -12,29 +12,12 @@ import numpy as np
 import torch
 
 from moebench.backends.base import BackendError
+from moebench.backends.cuda_state import describe, refusal
 from moebench.backends.device import Event, Stream
 from moebench.backends.torch_device import TorchDevice
 from moebench.units import GIB
 
 PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every context
-
-
-def refusal() -> str | None:
-    """Why nothing can compute on a CUDA device here; None where one can."""
-    if not torch.backends.cuda.is_built():
-        return f"torch {torch.__version__} is built without CUDA"
-    if torch.version.hip:
-        return f"torch {torch.__version__} is built for ROCm, which was never tried"
-    if not torch.cuda.is_available():
-        return "torch finds no CUDA device"
-    return None
-
-
-def describe() -> str:
-    """The device that would compute, in words."""
-    major, minor = torch.cuda.get_device_capability()
-    total = torch.cuda.get_device_properties(0).total_memory / GIB
-    return f"{torch.cuda.get_device_name()}, {total:.1f} GiB, sm_{major}{minor}, CUDA {torch.version.cuda}"
 
 
 class CudaEvent(Event):

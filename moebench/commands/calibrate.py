@@ -48,7 +48,7 @@ class CalibrateOptions:
         if not Path(self.dir).is_dir():
             raise UsageError(f"calibrate: dir={self.dir} is not a folder")
         if self.device == "cuda":
-            from moebench.backends.torch_cuda import refusal
+            from moebench.backends.cuda_state import refusal
 
             if (reason := refusal()) is not None:
                 raise UsageError(f"calibrate: device=cuda: {reason}")

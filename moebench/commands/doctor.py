@@ -158,10 +158,10 @@ def _cuda() -> Finding:
     without = "device=cuda is refused: torch computes on the processor (docs/cuda.md)"
     if importlib.util.find_spec("torch") is None:
         return Finding("cuda", False, "torch is not installed", without)
-    from moebench.backends import torch_cuda
+    from moebench.backends import cuda_state
 
-    reason = torch_cuda.refusal()
-    return Finding("cuda", reason is None, reason or torch_cuda.describe(), without)
+    reason = cuda_state.refusal()
+    return Finding("cuda", reason is None, reason or cuda_state.describe(), without)
 
 
 def _capability() -> Finding:

@@ -34,7 +34,7 @@ def require_device(config: RunConfig, profile: HardwareProfile, clock: str) -> N
         return
     if config.backend != "torch":
         raise UsageError(f"device= chooses what torch computes on; backend={config.backend} has the device it finds")
-    from moebench.backends.torch_cuda import refusal
+    from moebench.backends.cuda_state import refusal
 
     if (reason := refusal()) is not None:
         raise UsageError(f"device={config.device}: {reason}; device=cpu computes on the processor")
