@@ -71,6 +71,8 @@ class Server:
         """
         number = next(self._numbers)
         files = {name: str(self.folder / f"{number}.{name}") for name in ("stdout", "stderr")}
+        for file in files.values():
+            Path(file).touch()  # a child may be killed before it opens them
         order |= {"work": work, "arguments": arguments, "limit": limit, "root": str(root or self.folder), **files}
         self._process.stdin.write(json.dumps({"cwd": str(self.folder), **order}) + "\n")
         self._process.stdin.flush()
