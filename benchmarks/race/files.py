@@ -62,16 +62,16 @@ class Files:
         """Make what is not there yet. Peak on the disk: three times the model."""
         self.folder.mkdir(parents=True, exist_ok=True)
         first = self.pack(LAWS[0], LAYOUTS[0])
-        if not (first / MANIFEST).is_file() or (gguf and not (self.folder / ROUTERS).is_file()):
+        if not (first / MANIFEST).is_file():
             self._checkpoint(say)
             say("packing")
             _moebench("pack", f"model={self.model}", f"out={first}", "quant=stored")
-            if gguf:
-                from race.gguf_file import write_gguf
+        if gguf and not (self.folder / ROUTERS).is_file():
+            from race.gguf_file import write_gguf
 
-                say("writing the GGUF file")
-                where = write_gguf(self.model, self.gguf)
-                (self.folder / ROUTERS).write_text(json.dumps(where))
+            self._checkpoint(say)
+            say("writing the GGUF file")
+            (self.folder / ROUTERS).write_text(json.dumps(write_gguf(self.model, self.gguf)))
         for file in self.model.glob("*.safetensors"):
             file.unlink()
         for law in LAWS:

@@ -16,6 +16,7 @@ from moebench.errors import UsageError
 from moebench.store.quant import from_bf16
 
 BLOCK = 32  # weights of a Q4_0 block: fp16 scale, 16 bytes of codes
+LOW = np.uint64(0x0F0F0F0F0F0F0F0F)  # the lower four bits of eight bytes
 NAMES = {  # of a layer
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
@@ -34,12 +35,15 @@ def q4_0(codes: np.ndarray, scales: np.ndarray, biases: np.ndarray) -> np.ndarra
     half = scale.astype(np.float16)
     if (half.astype(np.float32) != scale).any() or (from_bf16(biases) != -8 * scale).any():
         raise UsageError("these weights are no Q4_0: a bias is not -8 times its scale, or a scale no fp16 number")
-    source = np.ascontiguousarray(codes).view(np.uint8)
-    source = source.reshape(*codes.shape[:-1], -1, BLOCK // 2)  # [..., blocks, 16], codes 2j and 2j + 1 in byte j
-    first, second = source[..., : BLOCK // 4], source[..., BLOCK // 4 :]
-    out = np.empty((*source.shape[:-1], 2 + BLOCK // 2), np.uint8)  # codes j and j + 16 in byte j
-    out[..., 2::2] = (first & 15) | (second << 4)
-    out[..., 3::2] = (first >> 4) | (second & 0xF0)
+    source = (
+        np.ascontiguousarray(codes).view("<u8").reshape(*codes.shape[:-1], -1, 2)
+    )  # [..., blocks, 2], 16 codes each
+    first, second = source[..., 0], source[..., 1]
+    even = (first & LOW) | ((second & LOW) << np.uint64(4))  # codes 0, 2 ... with 16, 18 ...
+    odd = ((first >> np.uint64(4)) & LOW) | (second & ~LOW)
+    out = np.empty((*first.shape, 2 + BLOCK // 2), np.uint8)  # codes j and j + 16 in byte j
+    out[..., 2::2] = even[..., None].view(np.uint8)
+    out[..., 3::2] = odd[..., None].view(np.uint8)
     out[..., :2] = np.repeat(half, 64 // BLOCK, axis=-1)[..., None].view(np.uint8)
     return out.reshape(*codes.shape[:-1], -1)
 
