@@ -94,12 +94,30 @@ def test_compute_goes_slower_while_storage_reads_and_only_then():
         assert clock.now() - begun == pytest.approx(took)
 
 
-def test_a_prefetch_that_lands_takes_of_the_librarys_time_and_a_demand_does_not():
-    more = costs(lambda data: data["stacks"][STACK].update({"beside_us": number(40.0, "us")}))
-    for found, priority, count in ((more, PREFETCH, 3), (more, DEMAND, 0), (BARE, PREFETCH, 0)):
-        clock = VirtualTimeline(found)
-        clock.read([1, 2, 3], [0, 1, 2], "device", priority)
-        assert clock.now() == pytest.approx(3 * found.load_host_s + count * 40e-6)
+def test_a_small_expert_is_slowed_as_layers_are_and_a_large_one_as_kernels():
+    def shares(own: float) -> tuple[float, float]:
+        def change(data):
+            sizes = [8.0, GEOMETRY.expert_bytes / KIB]
+            data["curves"] = {"experts.int4": curve("us", [[10.0], [10.0 / own]], sizes_kib=sizes, row_counts=[1])}
+            data["compute"] |= {"beside_reads": number(0.8, "share"), "layers_beside_reads": number(0.1, "share")}
+
+        found = costs(change)
+        return found.experts_beside[0], found.layers_beside[0]
+
+    assert shares(1.0) == pytest.approx((0.1, 0.1))
+    assert shares(1e-6) == pytest.approx((0.8, 0.1), rel=1e-4)
+    assert 0.1 < shares(0.5)[0] < 0.8
+
+
+def test_reads_beside_compute_end_later_by_what_they_lose():
+    plain = replace(BARE, load_host_s=0.0)
+    for share in (1.0, 0.5):
+        clock = VirtualTimeline(replace(plain, experts_beside=(0.5, share)))
+        (ticket,) = clock.read([0], [0], "device", DEMAND)
+        clock.compute_experts(1, 1)
+        clock.wait(ticket)
+        beside = BARE.expert_s / 0.5
+        assert clock.now() == pytest.approx(BARE.read_s[1] + (1 - share) * beside)
 
 
 def test_engines_have_curves_of_their_own():

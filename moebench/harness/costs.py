@@ -25,8 +25,9 @@ BLOCK_BYTES = MIB  # demand pre-empts prefetch at this granularity
 COMPUTE = (
     "dense_layer_s", "dense_row_s", "head_s", "state_byte_s", "expert_s", "expert_row_s", "layer_floor_s", "byte_s",
     "host_sync_s", "host_expert_s", "host_row_s", "host_trip_s", "on_chip_s", "pass_s",
-    "beside_s",
 )  # fmt: skip
+KERNELS_BESIDE = ("compute.beside_reads", "storage.read_beside_compute")
+LAYERS_BESIDE = ("compute.layers_beside_reads", "storage.read_beside_layers")
 CHIP_ACTIVATIONS = 128 * KIB  # of on-chip memory; the rest is two buffers for weights (arXiv 2609.14643, section 4.4)
 
 
@@ -154,8 +155,8 @@ def build(
         pass_s=stack.pass_us * 1e-6,
         library_s=_library_s(profile, geometry),
         expert_rows_s=_expert_rows_s(profile, geometry),
-        experts_beside_reads=profile.beside_reads if profile.declares("compute.beside_reads") else 1.0,
-        beside_s=stack.beside_us * 1e-6,
+        experts_beside=_experts_beside(profile, geometry),
+        layers_beside=tuple(_declared(profile, name) for name in LAYERS_BESIDE),
         ahead_s=_ahead_s(profile, use),
         limit_byte_s=1 / (profile.limit_gb_s * GB) if profile.declares("storage.limit_gb_s") else 0.0,
         around_bytes=int(profile.readahead_kib * KIB / 2) if "reads.mmap" in curves and use.engine == "mmap" else 0,
@@ -190,6 +191,23 @@ def _library_s(profile: HardwareProfile, geometry: Geometry) -> Callable[[int, i
         return None
     curve, each, fixed = profile.curves["layers"], max(1, geometry.kv_bytes_per_token), geometry.fixed_state_bytes
     return lambda state_bytes, rows: curve.seconds(max(1.0, (state_bytes - 2 * fixed) / each), rows)
+
+
+def _declared(profile: HardwareProfile, name: str) -> float:
+    """A share that a profile may declare; all of it where it does not."""
+    return min(1.0, profile.number(name)) if profile.declares(name) else 1.0
+
+
+def _experts_beside(profile: HardwareProfile, geometry: Geometry) -> tuple[float, float]:
+    """What experts and reads keep of their speeds beside each other: of what the smallest expert takes, which is the
+    library's, as much as layers, of the rest as much as kernels.
+    """
+    curve = profile.curves.get(f"experts.{geometry.quant}")
+    kernels, layers = (tuple(_declared(profile, name) for name in names) for names in (KERNELS_BESIDE, LAYERS_BESIDE))
+    if curve is None:
+        return kernels
+    own = min(1.0, curve.seconds(curve.xs[0], 1) / curve.seconds(geometry.expert_bytes / KIB, 1))
+    return tuple(1 / (own / layer + (1 - own) / kernel) for layer, kernel in zip(layers, kernels, strict=True))
 
 
 def _expert_rows_s(profile: HardwareProfile, geometry: Geometry) -> Callable[[float], float] | None:

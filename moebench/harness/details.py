@@ -19,7 +19,7 @@ from moebench.timeline.base import COMPUTE, LANES, LINK, OVERHEAD, PARTS, STORAG
 STEPS = 3  # consecutive ones on the timeline
 MOST_EVENTS = 600
 OF_AN_EXPERT = ("read", "page cache", "up", "down", "decode", "map", "storage", "link", "decoder", "expert")
-SOFTWARE = ("floor", "sync", "issue", "system", "loop", "beside")
+SOFTWARE = ("floor", "sync", "issue", "system", "loop")
 OF_A_LAYER = ("dense", "routing", "experts", *SOFTWARE)
 Named = tuple[int, str, float, float]  # lane, label, start, duration
 

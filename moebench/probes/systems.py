@@ -6,8 +6,10 @@ harness and the registry; knows no system by name.
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
 from importlib import resources
+from pathlib import Path
 
 from moebench.config import QualityConfig, RunConfig, WorkloadConfig
 from moebench.errors import MoebenchError
@@ -16,9 +18,10 @@ from moebench.harness.cell import run_cell
 from moebench.harness.plan import plan
 from moebench.plugins import Registry, load_plugins
 from moebench.probes.samples import Samples
+from moebench.trace import format as trace_format
 
 TRACE = "traces/held_out.safetensors"
-BUDGET, WARMUP, ENGINE = "0.5", 16, "direct"
+SEQUENCES, BUDGET, WARMUP, ENGINE = 2, "0.5", 16, "direct"
 ANY = "m4pro"  # declares a machine, as a plan needs; what is measured is this one
 
 
@@ -27,18 +30,20 @@ def hook_calls(turns: int) -> tuple[dict[str, Samples], dict[str, str]]:
     registry = load_plugins(quiet=True)
     found: dict[str, list[float]] = {}
     refused: dict[str, str] = {}
-    for _ in range(turns):
-        for name in [name for name in registry.systems if name not in refused]:
-            try:
-                found.setdefault(name, []).append(_once(name, registry))
-            except MoebenchError as error:
-                refused[name] = str(error)
+    with tempfile.TemporaryDirectory() as folder:
+        whole = trace_format.load(str(resources.files("moebench.models.tinymoe").joinpath(TRACE)))
+        path = whole.take(slice(0, int(whole.sequence_starts[SEQUENCES]))).save(Path(folder) / "part.safetensors")
+        for _ in range(turns):
+            for name in [name for name in registry.systems if name not in refused]:
+                try:
+                    found.setdefault(name, []).append(_once(name, str(path), registry))
+                except MoebenchError as error:
+                    refused[name] = str(error)
     return {name: Samples(tuple(us)) for name, us in found.items() if name not in refused}, refused
 
 
-def _once(name: str, registry: Registry) -> float:
+def _once(name: str, path: str, registry: Registry) -> float:
     spec = registry.system(name)
-    path = str(resources.files("moebench.models.tinymoe").joinpath(TRACE))
     config = RunConfig(
         name, ANY, spec.config(), EMBEDDED, WorkloadConfig("trace", "trace", path), budget=BUDGET, mode="model",
         engine=spec.engine or ENGINE, quality=QualityConfig("none"), warmup_tokens=WARMUP,

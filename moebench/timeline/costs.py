@@ -40,10 +40,10 @@ class Costs:
     a layer (``layer_s``), an expert that a layer demands (``demand_s``), a layer that waits (``wait_s``) and a hook of
     the system (``hook_s``); what the library takes of a pass beside its layers (``pass_s``), of a layer
     (``library_s(state_bytes, rows)``, in which its floor is) and of one expert on so many rows (``expert_rows_s``,
-    instead of ``expert_s`` and ``expert_row_s``); ``experts_beside_reads`` is the share of their speed that experts
-    keep while storage reads, ``beside_s`` what a prefetch that lands takes of the library's time. ``ahead_s[d]`` is
-    ``read_s[d]`` of prefetches that keep the queue at ``d``, a fault brings the experts of ``around_bytes`` on either
-    side, and ``limit_byte_s`` is what a limit on the rate of reads allots to a byte.
+    instead of ``expert_s`` and ``expert_row_s``); ``experts_beside`` and ``layers_beside`` are the shares of their
+    speed that experts, and all else that computes, keep while storage reads, and that reads keep then. ``ahead_s[d]``
+    is ``read_s[d]`` of prefetches that keep the queue at ``d``, a fault brings the experts of ``around_bytes`` on
+    either side, and ``limit_byte_s`` is what a limit on the rate of reads allots to a byte.
 
     On an accelerator that computes out of memory of its own on the chip: ``map_s`` makes an expert that arrived visible
     to it, ``on_chip_s`` copies one in (instead of ``expert_s``) in ``chip_parts`` pieces that each fill a buffer at
@@ -90,8 +90,8 @@ class Costs:
     pass_s: float = 0.0
     library_s: Callable[[int, int], float] | None = None
     expert_rows_s: Callable[[float], float] | None = None
-    experts_beside_reads: float = 1.0
-    beside_s: float = 0.0
+    experts_beside: tuple[float, float] = (1.0, 1.0)
+    layers_beside: tuple[float, float] = (1.0, 1.0)
     ahead_s: tuple[float, ...] = ()
     around_bytes: int = 0
     limit_byte_s: float = 0.0

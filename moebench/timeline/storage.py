@@ -43,6 +43,7 @@ class ModeledStorage(Timeline):
         self._demand_free = 0.0  # when storage has served all demand reads issued so far
         self._swept = 0.0  # prefetch service is simulated up to here
         self._queue: deque[Ticket] = deque()  # prefetch reads waiting or under way, in order
+        self._coming: list[Ticket] = []  # demand reads under way
         self._allotted = 0.0  # until when a limit has allotted its rate
         self._left: dict[Ticket, float] = {}  # seconds of service each still needs
         self._begun: Ticket | None = None  # the one at the head that was served in part
@@ -70,8 +71,6 @@ class ModeledStorage(Timeline):
         costs = self.costs
         if tier == "device":  # by way of a host slot it is the copy up that the host thread issues
             self._spend(OVERHEAD, self._now + costs.load_host_s * len(keys), "issue", len(keys))
-        if priority != DEMAND and costs.beside_s:
-            self._spend(OVERHEAD, self._now + costs.beside_s * len(keys), "beside", len(keys))
         now, tickets, cold = self._now, [], []
         for key, slot in zip(keys, slots, strict=True):
             ticket = Ticket(key, costs.read_bytes, slot, priority, now)
@@ -126,6 +125,7 @@ class ModeledStorage(Timeline):
         self.storage_requests += len(requests)
         if tickets[0].priority == DEMAND:
             start, waiting = self._begin_service()
+            self._track([ticket for run, _ in requests for ticket in run])
             each = [costs.request_s(nbytes, len(requests) + waiting) for _, nbytes in requests]
             sizes = [nbytes for _, nbytes in requests]
             ends = self._spread(start, each, costs.request_s(requests[0][1], 1), waiting, sizes)
@@ -173,6 +173,7 @@ class ModeledStorage(Timeline):
         costs = self.costs
         start, waiting = self._begin_service()
         count = len(tickets)
+        self._track(tickets)
         each = costs.read_s[min(len(costs.read_s) - 1, count + waiting)]
         ends = self._spread(start, [each] * count, costs.read_s[1], waiting, [costs.read_bytes] * count)
         for ticket, end in zip(tickets, ends, strict=True):
@@ -263,6 +264,23 @@ class ModeledStorage(Timeline):
         """Seconds for which storage goes on reading what was asked for so far."""
         self._sweep(self._now)
         return max(0.0, self._demand_free - self._now) + sum(self._left.values())
+
+    def _track(self, issued: Sequence[Ticket]) -> None:
+        """Demand reads that were ``issued`` now join those that are still under way."""
+        self._coming = [*(ticket for ticket in self._coming if (ticket.done_s or 0.0) > self._now), *issued]
+
+    def _delay(self, seconds: float) -> None:
+        """What storage has under way ends so much later."""
+        if seconds and self._demand_free > self._now:
+            self._demand_free += seconds
+            self._track(())
+            for ticket in self._coming:
+                ticket.landed_s += seconds
+                ticket.linked_s += seconds
+                ticket.decoded_s += seconds
+                ticket.done_s += seconds  # type: ignore[operator]
+        elif seconds and self._queue:
+            self._left[self._queue[0]] += seconds
 
     def promote(self, ticket: Ticket) -> None:
         """Serve the rest of a prefetch with the priority of demand."""

@@ -111,7 +111,7 @@ class VirtualTimeline(ModeledStorage):
         if costs.demand_s:
             self._spend(OVERHEAD, self._now + count * costs.demand_s, "loop", count)
         if not costs.on_chip_s:
-            self._compute(self._experts_s(count, rows), "experts", count)
+            self._compute(self._experts_s(count, rows), costs.experts_beside, "experts", count)
             return
         if not count:
             return
@@ -130,12 +130,14 @@ class VirtualTimeline(ModeledStorage):
             return count * costs.expert_rows_s(rows / count) if count else 0.0
         return max(count * costs.expert_s, rows * costs.expert_row_s)
 
-    def _compute(self, took: float, what: str, of: int = 0) -> None:
-        """Experts that take ``took`` seconds by themselves, and longer while storage reads."""
-        share = self.costs.experts_beside_reads
-        if share < 1 and took:
-            reading = self.reading_s()
-            took = took / share if took <= share * reading else took + (1 - share) * reading
+    def _compute(self, took: float, beside: tuple[float, float], what: str, of: int = 0) -> None:
+        """Work of ``took`` seconds by itself; beside reads both go at their shares of their speed."""
+        own, reads = beside
+        if took and (own < 1 or reads < 1):
+            reading = self.reading_s() / reads
+            both = min(took / own, reading)
+            took = both + max(0.0, took - own * reading)
+            self._delay((1 - reads) * both)
         self._spend(COMPUTE, self._now + took, what, of)
 
     def stage_s(self, count: int, rows: int) -> tuple[float, float]:
@@ -184,7 +186,7 @@ class VirtualTimeline(ModeledStorage):
             busy = max(costs.dense_layer_s, rows * costs.dense_row_s) + state_bytes * costs.state_byte_s
             if costs.library_s is not None:  # nothing of it goes on beside: it adds up
                 took = layers * (busy + costs.library_s(state_bytes, rows))
-                self._spend(COMPUTE, self._now + took, "dense", layers)
+                self._compute(took, costs.layers_beside, "dense", layers)
             else:
                 end = self._now + layers * max(busy, costs.layer_floor_s)
                 self._spend(COMPUTE, min(end, self._now + layers * busy), "dense", layers)
@@ -193,7 +195,7 @@ class VirtualTimeline(ModeledStorage):
             if costs.layer_s:
                 self._spend(OVERHEAD, self._now + layers * costs.layer_s, "loop", layers)
         if final:
-            self._spend(COMPUTE, self._now + costs.head_s + costs.pass_s, "head")
+            self._compute(costs.head_s + costs.pass_s, costs.layers_beside, "head")
             if costs.step_s:
                 self._spend(OVERHEAD, self._now + costs.step_s, "pass")
 
