@@ -7,10 +7,8 @@ read waits at most for the prefetch block already on the device. Writes fill wha
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
-
-import numpy as np
 
 from moebench.residency.places import Places
 from moebench.timeline.base import (
@@ -25,6 +23,7 @@ from moebench.timeline.base import (
     Timeline,
 )  # fmt: skip
 from moebench.timeline.costs import Costs
+from moebench.timeline.pagecache import PageCache
 from moebench.timeline.writes import Writes
 
 LIMIT_SLICE_S = 0.1  # a limit on the rate of reads lets so much through at once
@@ -53,9 +52,7 @@ class ModeledStorage(Timeline):
         self._coded: set[Ticket] = set()  # transfers that are decoded as they arrive
         self._unmapped: set[Ticket] = set()  # transfers whose expert has to be mapped when it is there
         self._decoded_below: set[int] = set()  # experts that came down to the host, decoded
-        self._pages: OrderedDict[int, None] = OrderedDict()
-        self._key_at = np.zeros(0, np.int64)  # keys by place, once it is asked for
-        self._page_slots = costs.page_cache_bytes // max(1, costs.read_bytes)  # it holds what is stored
+        self._pages = PageCache(costs, places)
 
     def _spend(self, part: int, until: float, what: str = "", of: int = 0) -> None:
         """The clock advances to ``until``; ``what`` goes to the log."""
@@ -82,7 +79,7 @@ class ModeledStorage(Timeline):
                     self._coded.add(ticket)
                 else:
                     self._decoded_below.discard(key)
-            if self._page_slots and self._from_page_cache(key):
+            if self._pages.slots and self._pages.serves(key):
                 self._memory_free = max(now, self._memory_free) + costs.cached_s
                 if self.log is not None:
                     self.log.append((STORAGE, "page cache", key, self._memory_free - costs.cached_s, self._memory_free))
@@ -302,7 +299,7 @@ class ModeledStorage(Timeline):
             return False
         self._queue.remove(read)
         del self._left[read]
-        self._pages.pop(read.key, None)
+        self._pages.forget(read.key)
         self.storage_bytes -= read.nbytes
         self.storage_requests -= self.costs.requests
         self._coded.discard(read)
@@ -317,24 +314,3 @@ class ModeledStorage(Timeline):
         ticket = Ticket(-1, nbytes, -1, PREFETCH, self._now)
         self.writes.add(ticket)
         return ticket
-
-    def _from_page_cache(self, key: int) -> bool:
-        """Whether the page cache holds the expert; it does afterwards (least recently used go first)."""
-        hit = key in self._pages
-        around = () if hit or not self.costs.around_bytes else self._around(key)
-        for one in (*around, key):
-            self._pages[one] = None
-            self._pages.move_to_end(one)
-        while len(self._pages) > self._page_slots:
-            self._pages.popitem(last=False)
-        return hit
-
-    def _around(self, key: int) -> list[int]:
-        """Neighbours that the faults of an expert bring whole."""
-        reach = self.costs.around_bytes // self.costs.read_bytes
-        if self.places is None or not reach:
-            return []
-        if not len(self._key_at):
-            self._key_at = np.argsort(self.places.place)
-        place = int(self.places([key])[0])
-        return [int(one) for one in self._key_at[max(0, place - reach) : place + reach + 1] if one != key]
