@@ -181,6 +181,7 @@ def test_every_option_reaches_the_run(ran):
         "seed": 5,
         "depth": 4,
         "threads": 3,
+        "device": "cuda",
     }
     given |= {"model": "./some/folder", "out": "there", "debug": True, "hw": "m2_16gb"}
     words = [f"{key}={str(value).lower() if value is True else value}" for key, value in given.items()]

@@ -5,6 +5,7 @@ Knows tiers as slots of bytes, and packs as far as they decode; knows no clock a
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,10 +25,11 @@ class Moves(ABC):
         self._engine = engine
         self._stored: set[int] = set()
 
-    def landing(self, keys: Sequence[int], tier: str, slots: Sequence[int]) -> None:
-        """Reads into slots are about to start."""
+    def landing(self, keys: Sequence[int], tier: str, slots: Sequence[int]) -> float:
+        """Reads into slots are about to start; returns the seconds that had to be waited for copies out of them."""
         if self._engine.coded:
             self._stored.update(keys)
+        return 0.0
 
     def move(self, key: int, source: Place, target: Place) -> tuple[Callable[[], None], bool]:
         """What moves one expert, called when its bytes are there, and whether it decodes it.
@@ -79,10 +81,11 @@ class DeviceMoves(Moves):
         super().__init__(engine)
         self._slots = slots
 
-    def landing(self, keys: Sequence[int], tier: str, slots: Sequence[int]) -> None:
+    def landing(self, keys: Sequence[int], tier: str, slots: Sequence[int]) -> float:
         """Wait for copies that still read the slots."""
-        super().landing(keys, tier, slots)
+        begun = time.perf_counter()
         self._slots.host_writes((tier, slot) for slot in slots)
+        return super().landing(keys, tier, slots) + time.perf_counter() - begun
 
     def _up(self, key: int, source: Place, target: Place) -> None:
         self._slots.upload(source, target, self._engine.pack.expert_bytes)

@@ -72,10 +72,8 @@ class WallTimeline(Timeline):
         self, keys: Sequence[int], slots: Sequence[int], tier: str, priority: int, together: Sequence[int] = ()
     ) -> list[Ticket]:
         """Submit one read per expert, or one per run, in order."""
-        begun = self.now()
-        self._moves.landing(keys, tier, slots)
+        self.spent[COPY] += self._moves.landing(keys, tier, slots)
         now, pack, at = self.now(), self.engine.pack, 0
-        self.spent[COPY] += now - begun
         tickets = [Ticket(k, pack.read_bytes(k), slot, priority, now) for k, slot in zip(keys, slots, strict=True)]
         for count in together:
             first, *rest = tickets[at : at + count]
