@@ -97,7 +97,7 @@ def content(command: Command, out: Path) -> dict[str, str]:
             if row.status == "ok":  # one that failed is a row too
                 found[name.rpartition("-")[0]] = row.id
     elif command.timed:
-        for name in [name for name in found if name.endswith(".safetensors")]:
+        for name in [name for name in found if name.endswith(".safetensors") and not name.startswith(".")]:
             header, tensors = artefact.read(out / name)
             header.get("provenance", {}).pop("seconds", None)
             found[name] = json.dumps(header, sort_keys=True) + artefact.digest(tensors)
