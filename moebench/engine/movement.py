@@ -83,6 +83,7 @@ class Movement:
         self._last: tuple[int, float] | None = None
         self._since: float | None = None
         self._timed = timeline.clock == "wall"
+        self.estimates = self._timed  # whether what a read takes is learnt from those that were waited for
         self._left_s = 0.0  # when whoever computes went on, on a measured clock
 
     def tier(self, name: str | None) -> Tier:
@@ -303,7 +304,7 @@ class Movement:
             raise
         self.record.stall_s += stall
         del self.in_flight[key]
-        if self._timed and stall:
+        if self.estimates and stall:
             took = self.timeline.now() - ticket.issued_s
             old = self.read_estimate_s
             self.read_estimate_s = took if old == 0.0 else old + WINDOW_WEIGHT * (took - old)

@@ -205,5 +205,7 @@ def _loop(
     experts = Experts(geometry, memory.tiers, timeline, Hooks(plugins, system), rules, places, memory.scratch)
     experts.relayout = relayout
     if isinstance(timeline, VirtualTimeline):
-        experts.read_estimate_s, experts.copy_estimate_s = timeline.costs.read_s[1], timeline.costs.copy_s
+        experts.estimates = timeline.costs.step_s > 0  # a machine whose loop was measured: as it would measure itself
+        if not experts.estimates:
+            experts.read_estimate_s, experts.copy_estimate_s = timeline.costs.read_s[1], timeline.costs.copy_s
     return experts
