@@ -18,7 +18,8 @@ from fault_fixtures import TIMES, Server, listing, server, tally  # noqa: F401 -
 
 from moebench import artefact, result
 
-STATES = (".partial", ".training", ".lock")  # what an interrupted command goes on from, and locks, stand in sight
+# What an interrupted command goes on from, locks, and the journal of a pack that has just got its name stand in sight.
+STATES = (".partial", ".training", ".lock", "journal.jsonl")
 CHANGES = 8 * TIMES if TIMES > 1 else 5  # of those that a command makes, evenly spread
 KILLS = 4 if TIMES == 1 else 8 * TIMES
 
