@@ -6,6 +6,7 @@ weights each instead of 64. So llama.cpp computes with the very numbers that the
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 from moebench.checkpoint.files import Checkpoint
 from moebench.errors import UsageError
 from moebench.store.quant import from_bf16
+from moebench.units import align_up
 
 BLOCK = 32  # weights of a Q4_0 block: fp16 scale, 16 bytes of codes
 LOW = np.uint64(0x0F0F0F0F0F0F0F0F)  # the lower four bits of eight bytes
@@ -83,6 +85,7 @@ def write_gguf(folder: Path, out: Path) -> list[int]:
     for name in names:
         writer.write_tensor_data(_tensor(checkpoint, name))
     writer.close()
+    os.truncate(out, align_up(out.stat().st_size))  # a loop device has whole sectors
     offsets = {tensor.name: int(tensor.data_offset) for tensor in gguf.GGUFReader(out).tensors}
     return [offsets[f"blk.{layer}.ffn_gate_inp.weight"] for layer in range(checkpoint.config["num_hidden_layers"])]
 
