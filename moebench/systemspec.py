@@ -193,7 +193,8 @@ class SystemSpec:
     depends on what is resident or on when reads finish, so that answers may differ from run to run. ``reads_ahead``: it
     reads before a layer asks, so that hits, and where it takes reads back bytes, depend on when reads finish.
     ``needs`` names artefacts or trace channels; ``baseline`` puts the system into every comparison, and so does
-    ``oracle``, a bound that no real system reaches; ``foresight(config)``: this configuration of another system is given the future too;
+    ``oracle``, a bound that no real system reaches; ``foresight(config)``: this configuration of another system is
+    given the future too;
     ``engine`` is the read engine used when none is asked for.
     ``equip(config, target)`` returns what the system brings (default: nothing), or raises what a user can mend;
     ``published`` are figures to stand beside the rows, ``prepare`` makes the artefacts. ``ladder(config, target)``: the

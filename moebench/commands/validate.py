@@ -36,9 +36,7 @@ class ValidateOptions:
     read_mb_s: float = option(
         0.0, "forecast for this machine with its reads limited so: run it by scripts/throttled.sh read_bps=..."
     )
-    ram_gib: float = option(
-        0.0, "forecast for this machine with less memory: by scripts/throttled.sh memory=..."
-    )
+    ram_gib: float = option(0.0, "forecast for this machine with less memory: by scripts/throttled.sh memory=...")
     trace: str = option("", "routing of the replay cells; empty takes the shipped model's")
     out: str = option("results/validation", "folder that rows and the document go to")
 
