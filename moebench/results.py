@@ -17,6 +17,7 @@ from moebench.result import ResultError, Row, load
 if TYPE_CHECKING:
     import pandas
 
+VALIDATION = "validation-"
 BASELINE = "baseline"  # a folder of this name below the one that is read is a reference of its own
 HOW = "make some with 'moebench run system=lru hw=m4pro' or 'moebench compare', which write to results/"
 
@@ -62,6 +63,8 @@ def files(paths: Sequence[str | Path]) -> list[Path]:
             raise UsageError(f"there are no results at {name}; {HOW}")
         for file in sorted(root.rglob("*.json")) if root.is_dir() else [root]:
             between = file.relative_to(root).parts[:-1]
+            if file.name.startswith(VALIDATION):  # the document of one, beside its rows
+                continue
             if not any(part.startswith(".") or part == BASELINE for part in between):
                 found.setdefault(file.resolve(), file)
     return list(found.values())

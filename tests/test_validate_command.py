@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 from harness_fixtures import error_line, make_host, mini, plugin  # noqa: F401 - fixtures
 
-from moebench import cli, forecast, hardware
+from moebench import cli, forecast, hardware, results
 from moebench.config import WorkloadConfig
 from moebench.errors import MoebenchError
 from moebench.harness import validate
@@ -55,6 +55,7 @@ def test_a_document_holds_every_cell_and_bar(host, capsys, tmp_path):
     equal = [bar for bar in document["bars"] if "equal" in bar["name"]]
     assert [bar["met"] for bar in equal] == [True]
     assert "missed" in out
+    assert len(results.read(["found"], strict=True)) == 6  # the document beside them is no row
     (record,) = forecast.read(tmp_path / "home")
     assert record.hw == "host"
     assert {len(values) for found in record.errors.values() for values in found.values()} == {2}
