@@ -39,7 +39,7 @@ def serve(order: dict) -> dict:
     if order.get("warm"):
         os.chdir(order["cwd"])
         return {"code": called(order), "killed": False, "operations": 0, "s": 0.0}
-    shared = mmap.mmap(-1, 8)
+    shared = mmap.mmap(-1, 9)  # changes that were counted, and whether the work has begun
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     started = time.monotonic()
@@ -47,7 +47,9 @@ def serve(order: dict) -> dict:
         os._exit(work(order, shared))
     with suppress(OSError):  # it has done so itself
         os.setpgid(pid, pid)
-    ends = started + (order.get("seconds") if order.get("seconds") is not None else order["limit"])
+    while order.get("signal", signal.SIGKILL) != signal.SIGKILL and not shared[8]:
+        time.sleep(0.001)  # who is asked to stop must have begun
+    ends = time.monotonic() + (order.get("seconds") if order.get("seconds") is not None else order["limit"])
     while (done := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < ends:
         time.sleep(0.001)
     killed = False
@@ -66,7 +68,7 @@ def serve(order: dict) -> dict:
     return {
         "code": code,
         "killed": killed,
-        "operations": struct.unpack("q", shared)[0],
+        "operations": struct.unpack_from("q", shared)[0],
         "s": time.monotonic() - started,
     }
 
@@ -85,6 +87,7 @@ def work(order: dict, shared: mmap.mmap) -> int:
     for name, limit in order.get("limits", {}).items():
         resource.setrlimit(getattr(resource, name), (limit, limit))
     count_operations(shared, order["root"], order.get("die_at"))
+    shared[8] = 1
     try:
         return called(order)
     except BaseException:  # a child that leaves the loop would serve orders
@@ -106,7 +109,7 @@ def count_operations(shared: mmap.mmap, root: str, die_at: int | None) -> None:
     own = os.getpid()
 
     def happens(half=lambda: None) -> None:
-        (count,) = struct.unpack("q", shared)
+        (count,) = struct.unpack_from("q", shared)
         shared[:8] = struct.pack("q", count + 1)
         if count + 1 == die_at:
             half()
