@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 
 from hypothesis import settings
@@ -13,6 +14,10 @@ settings.register_profile("moebench", deadline=None)
 settings.load_profile("moebench")
 os.environ.setdefault("MOEBENCH_PLUGINS", "")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Under nohup and in a shell's background signals come ignored, which children would inherit; tests stop children with them.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 if "MOEBENCH_HOME" not in os.environ:
     os.environ["MOEBENCH_HOME"] = made = tempfile.mkdtemp(prefix="moebench-tests-")
     own = os.getpid()
