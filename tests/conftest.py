@@ -14,7 +14,7 @@ settings.register_profile("moebench", deadline=None)
 settings.load_profile("moebench")
 os.environ.setdefault("MOEBENCH_PLUGINS", "")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Under nohup and in a shell's background signals come ignored, which children would inherit; tests stop children with them.
+# Under nohup and in the background of a shell signals come ignored, and children would inherit that.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
