@@ -7,7 +7,6 @@ machines; runs nothing.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -18,6 +17,7 @@ from typing import Any
 from moebench.errors import MoebenchError
 from moebench.machine import Machine
 from moebench.result import Row
+from moebench.scratch import whole_file
 from moebench.validation import quantile
 
 SCHEMA = 1
@@ -88,9 +88,8 @@ def write(path: Path, record: Record) -> None:
     before = [one for one in known if one.is_of(record.hw, machine)]
     records = [*others, before[0].joined(record) if before else record]
     text = json.dumps({"schema": SCHEMA, "machines": [vars(one) for one in records]}, sort_keys=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text + "\n")
-    partial.replace(path)
+    with whole_file(path) as file:
+        file.write(f"{text}\n".encode())
 
 
 def told(rows: Iterable[Row], home: Path, machine: Machine) -> dict[str, str]:
