@@ -6,10 +6,9 @@ Knows names, units and axes of curves, and how one is read between its points; k
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from itertools import accumulate
 
-from moebench.read_curve import ReadCurve, Table, bracket, described
+from moebench.read_curve import Points, bracket
 
 RATE, TIME = "GB/s", "us"
 # name -> (unit, axes, meaning). Neither rate nor time falls along the second axis: what is queued deeper can be queued
@@ -38,21 +37,8 @@ CURVES = {
 }
 
 
-@dataclass(frozen=True)
-class TimeCurve:
-    """Seconds: ``rows[i][j]`` microseconds at ``xs[i]``, ``ys[j]``."""
-
-    xs: tuple[float, ...]
-    ys: tuple[float, ...]
-    rows: tuple[tuple[float, ...], ...]
-    kind: str
-    text: str
-    spread: Table | None = None
-    date: str = ""
-
-    def describe(self) -> str:
-        """Source, and how the points scattered, for people."""
-        return described(self)
+class TimeCurve(Points):
+    """Seconds, of rows in microseconds."""
 
     def seconds(self, x: float, y: float) -> float:
         """Log-log between the points, along the line through the last two beyond them, clamped before the first; within
@@ -69,6 +55,3 @@ def _along(axis: tuple[float, ...], values: list[float], at: float) -> float:
         return values[-1] + max(0.0, slope) * (at - axis[-1])
     low, high, share = bracket(axis, at)
     return math.exp(math.log(values[low]) * (1 - share) + math.log(values[high]) * share)
-
-
-Curve = ReadCurve | TimeCurve

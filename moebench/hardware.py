@@ -15,9 +15,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from moebench.curves import Curve
 from moebench.machine import Machine
-from moebench.read_curve import ReadCurve
+from moebench.read_curve import Points, ReadCurve
 from moebench.sourced import SOURCES, HardwareError, Quantity, curves, numbers, quantity, read_curve
 from moebench.yamlfile import read_yaml
 
@@ -117,7 +116,7 @@ class HardwareProfile:
     quantities: dict[str, Quantity]
     read_curve: ReadCurve
     stacks: dict[str, Stack] = field(default_factory=dict)
-    curves: dict[str, Curve] = field(default_factory=dict)
+    curves: dict[str, Points] = field(default_factory=dict)
     hooks: dict[str, Quantity] = field(default_factory=dict)
     unmeasured: dict[str, str] = field(default_factory=dict)
 
@@ -144,7 +143,7 @@ class HardwareProfile:
         curve, stacks = self.read_curve, sorted(self.stacks)
         values = {name: quantity.value for name, quantity in self.quantities.items()}
         values |= {f"{name}.{key}": q.value for name in stacks for key, q in self.stacks[name].quantities.items()}
-        content = [self.unified, self.engine, self.stack, values, curve.sizes_kib, curve.depths, curve.rows]
+        content = [self.unified, self.engine, self.stack, values, curve.xs, curve.ys, curve.rows]
         content += [[name, self.curves[name].rows] for name in sorted(self.curves)]
         content += [[name, self.hooks[name].value] for name in sorted(self.hooks)]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]

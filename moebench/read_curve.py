@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Any
 
 from moebench.spread import Spread
 
@@ -16,11 +15,11 @@ Table = Spread[tuple[tuple[float, ...], ...]]
 
 
 @dataclass(frozen=True)
-class ReadCurve:
-    """Random-read throughput: ``rows[i][j]`` GB/s for ``sizes_kib[i]`` requests at ``depths[j]`` in flight."""
+class Points:
+    """A measured or declared curve: ``rows[i][j]`` at ``xs[i]``, ``ys[j]``, its source, how it scattered."""
 
-    sizes_kib: tuple[float, ...]
-    depths: tuple[float, ...]
+    xs: tuple[float, ...]
+    ys: tuple[float, ...]
     rows: tuple[tuple[float, ...], ...]
     kind: str
     text: str
@@ -28,8 +27,18 @@ class ReadCurve:
     date: str = ""
 
     def describe(self) -> str:
-        """Source, and how the points scattered, for people."""
-        return described(self)
+        """The source, with the largest spread of the points and the day where they were measured, for people."""
+        text = f"{self.kind}: {self.text}"
+        if self.spread is not None:
+            tables = (self.rows, self.spread.low, self.spread.high)
+            points = [point for rows in zip(*tables, strict=True) for point in zip(*rows, strict=True)]
+            widest = max((high - low) / value for value, low, high in points)
+            text += f", largest spread {widest:.0%} of the median, n {self.spread.n}"
+        return text + (f", {self.date}" if self.date else "")
+
+
+class ReadCurve(Points):
+    """Random-read throughput: GB/s for requests of ``xs`` KiB with ``ys`` in flight."""
 
     def gb_s(self, nbytes: float, depth: float) -> float:
         """Throughput in GB/s at a request size and a queue depth: log-log between points, clamped outside them.
@@ -37,8 +46,8 @@ class ReadCurve:
         Never falls with depth: a deeper queue can always be used as a shallower one. Ten digits, so that the last one
         of a machine's logarithm, which differs between processors, cannot reach a replay.
         """
-        low, high, share = bracket(self.sizes_kib, nbytes / 1024)
-        near, far, part = bracket(self.depths, depth)
+        low, high, share = bracket(self.xs, nbytes / 1024)
+        near, far, part = bracket(self.ys, depth)
         best = [[max(row[: j + 1]) for j in (near, far)] for row in (self.rows[low], self.rows[high])]
         ends = [math.log(a) * (1 - part) + math.log(b) * part for a, b in best]
         return float(f"{math.exp(ends[0] * (1 - share) + ends[1] * share):.10g}")
@@ -52,14 +61,3 @@ def bracket(axis: tuple[float, ...], x: float) -> tuple[int, int, float]:
         return len(axis) - 1, len(axis) - 1, 0.0
     high = bisect_right(axis, x)
     return high - 1, high, math.log(x / axis[high - 1]) / math.log(axis[high] / axis[high - 1])
-
-
-def described(curve: Any) -> str:
-    """The source of a curve, with the largest spread of its points and the day where it was measured."""
-    text = f"{curve.kind}: {curve.text}"
-    if curve.spread is not None:
-        tables = (curve.rows, curve.spread.low, curve.spread.high)
-        points = [point for rows in zip(*tables, strict=True) for point in zip(*rows, strict=True)]
-        widest = max((high - low) / value for value, low, high in points)
-        text += f", largest spread {widest:.0%} of the median, n {curve.spread.n}"
-    return text + (f", {curve.date}" if curve.date else "")

@@ -11,9 +11,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from moebench.curves import CURVES, RATE, Curve, TimeCurve
+from moebench.curves import CURVES, RATE, TimeCurve
 from moebench.errors import UsageError
-from moebench.read_curve import ReadCurve, Table
+from moebench.read_curve import Points, ReadCurve, Table
 from moebench.spread import Spread
 
 SOURCES = ("datasheet", "paper", "measured", "estimate")
@@ -104,7 +104,7 @@ def read_curve(body: Any, where: str) -> ReadCurve:
     return found
 
 
-def curves(given: Any, where: str) -> dict[str, Curve]:
+def curves(given: Any, where: str) -> dict[str, Points]:
     """The curves that a profile may have, by name."""
     if not isinstance(given, dict):
         raise HardwareError(f"{where}: curves must be a mapping of curves, got {given!r}")
@@ -113,7 +113,7 @@ def curves(given: Any, where: str) -> dict[str, Curve]:
     return {name: _curve(body, CURVES[name][:3], f"{where}: curves.{name}") for name, body in given.items()}
 
 
-def _curve(body: Any, form: tuple[str, str, str], where: str) -> Curve:
+def _curve(body: Any, form: tuple[str, str, str], where: str) -> Points:
     unit, *axes = form
     where = where if "curves." in where else f"{where}: read_curve"
     keys, scatter = {"unit", "source", *axes, "rows"}, {"low", "high", "n"}

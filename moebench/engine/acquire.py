@@ -113,10 +113,14 @@ class Experts(ReadAhead):
     def _watched(self, base: int, experts: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
         """The same experts; what is done between them is compute."""
         self._enter("routing")
+        timeline, clock = self.timeline, time.perf_counter
         for expert, data in experts:
-            self._leave()
+            left = clock()
             yield expert, data
-            self._enter("expert", base + expert)
+            timeline.spent[COMPUTE] += (took := clock() - left)
+            if timeline.log is not None:
+                now = timeline.now()
+                timeline.log.append((UNIT, "expert", base + expert, now - took, now))
         self._leave()
 
     def _acquire(self, layer: int, base: int, keys: list[int], pairs: int) -> Iterator[tuple[int, np.ndarray | None]]:

@@ -26,10 +26,10 @@ def profile_tables(profiles: Mapping[str, HardwareProfile]) -> list[Grid]:
             f"Default engine {profile.engine}, {'one memory' if profile.unified else 'a device with its own memory'}."
         )
         found.append(Grid(slug, f"{name}: {profile.title}", HEAD, tuple(declared), caption))
-        depths = tuple(Column(f"depth {depth:g}", "number") for depth in curve.depths)
+        depths = tuple(Column(f"depth {depth:g}", "number") for depth in curve.ys)
         rows = tuple(
             (Cell(f"{size:g} KiB"), *(Cell(number(value), value) for value in row))
-            for size, row in zip(curve.sizes_kib, curve.rows, strict=True)
+            for size, row in zip(curve.xs, curve.rows, strict=True)
         )
         source = f"Source: {curve.kind}: {curve.text}"
         found.append(Grid(f"{slug}-reads", f"{name}: random reads, GB/s", (Column("size"), *depths), rows, source))

@@ -115,19 +115,17 @@ class SsdLlama:
     @hookimpl
     def acquired(self, step: Step, keys: list[int], ready: list[bool], view: Any) -> None:
         """A demand: uses are counted, and which of its experts run on the host is settled."""
-        demanded = np.asarray(keys, np.int64)
-        self.policy.access(demanded, ready)
+        self.policy.access(keys, ready)
         if len(view.tiers) > 1:
-            self.below.access(demanded, ready)
-        self.admission.used(demanded)
+            self.below.access(keys, ready)
+        self.admission.used(keys)
         self.on_host = self.placement.host_share(keys) if step.phase == DECODE else set()
 
     @hookimpl
-    def admit(self, keys: list[int]) -> np.ndarray:
+    def admit(self, keys: list[int]) -> list[bool]:
         """Cold experts get temporary slots; without any, all that may stay do."""
-        missing = np.asarray(keys, np.int64)
-        keep = self.admission.earned(missing) if self.config.temporary else self.admission.lasting[missing]
-        kept = np.count_nonzero(keep)
+        keep = self.admission.earned(keys) if self.config.temporary else self.admission.lasting[keys].tolist()
+        kept = sum(keep)
         self.counted["kept"] += kept
         self.counted["temporary"] += len(keep) - kept
         return keep
@@ -138,7 +136,7 @@ class SsdLlama:
         if tier != view.tiers[0]:
             return self.below.victims(candidates, need)
         victims = self.policy.victims(candidates, need)
-        self.admission.left(victims)
+        self.admission.left(victims.tolist())
         return victims
 
     @hookimpl

@@ -1,11 +1,13 @@
 """Who is worth a slot of the device: a score of use count and last use, and what an expert must show to get one.
 
-Array kernels over flat keys. Knows no bytes, no tier and no time but its own count of events.
+Numbers by flat key. Knows no bytes, no tier and no time but its own count of events.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -34,14 +36,13 @@ class FrequencyRecency(Policy):
     def reset(self):
         super().reset()
         self.uses = np.zeros(self.keys, np.int64)
+        self._uses, self._rank = memoryview(self.uses), memoryview(self.rank)
 
     def _access(self, keys, hits):
-        uses = self.uses[keys] + 1
-        self.uses[keys] = uses
-        score = np.log2(uses)
-        score += self.events / self.horizon
-        score *= RESOLUTION
-        self.rank[keys] = np.rint(score, out=score).astype(np.int64) * self.keys + keys
+        uses, rank, now = self._uses, self._rank, self.events / self.horizon
+        for key in keys.tolist():  # a handful: arrays pay for code that has left the caches between two layers
+            uses[key] = count = uses[key] + 1
+            rank[key] = round((math.log2(count) + now) * RESOLUTION) * self.keys + key
 
 
 def make_score(name: str, keys: int, slots: int, layers: int, half_life: float) -> Policy:
@@ -64,51 +65,53 @@ class Admission:
         self.capacity = max(0, slots - temporary)
         self.uses = np.zeros(policy.keys, np.int64)
         self.kept = np.zeros(policy.keys, bool)
+        self._uses, self._kept, self._rank = memoryview(self.uses), memoryview(self.kept), memoryview(policy.rank)
+        self._count = 0  # of those kept
         self._heap: list[tuple[int, int]] = []  # ranks as they were when noted, and keys, each at most once
-        self._listed = np.zeros(policy.keys, bool)
+        self._listed = bytearray(policy.keys)
 
-    def used(self, keys: np.ndarray) -> None:
+    def used(self, keys: Sequence[int]) -> None:
         """One demand."""
-        self.uses[keys] += 1
+        for key in keys:
+            self._uses[key] += 1
 
-    def left(self, victims: np.ndarray) -> None:
+    def left(self, victims: Sequence[int]) -> None:
         """Experts gave up their slots on the device."""
-        self.kept[victims] = False
+        for key in victims:
+            self._count -= self._kept[key]
+            self._kept[key] = False
 
-    def earned(self, missing: np.ndarray) -> np.ndarray:
-        """bool per missing key (int64): it stays. The best candidate is held against the worst expert kept."""
-        self.kept[missing] = False  # a transfer of an earlier demand may have failed
-        ranks, keep = self.policy.rank[missing], np.zeros(len(missing), bool)
-        order = (-ranks).argsort()
+    def earned(self, missing: Sequence[int]) -> list[bool]:
+        """Whether each missing key stays. The best candidate is held against the worst expert kept."""
+        self.left(missing)  # a transfer of an earlier demand may have failed
+        rank, uses = self._rank, self._uses
+        order = sorted(missing, key=rank.__getitem__, reverse=True)
         if not self._all_last:
-            order = order[self.lasting[missing[order]]]
-        room = self.capacity - np.count_nonzero(self.kept)
-        if room > 0:
-            keep[order[:room]] = True
-            order = order[room:]
-        if len(order):
-            order = order[self.uses[missing[order]] >= self.promote_after]
-            worst = np.array(self._lowest(max(0, -room) + len(order))[max(0, -room) :], np.int64)
-            order = order[: len(worst)]
-            keep[order[ranks[order] > worst]] = True
-        for key in missing[keep].tolist():
-            self.kept[key] = True
+            order = [key for key in order if self.lasting[key]]
+        room = self.capacity - self._count
+        keep = order[: max(0, room)]
+        if rest := [key for key in order[len(keep) :] if uses[key] >= self.promote_after]:
+            worst = self._lowest(max(0, -room) + len(rest))[max(0, -room) :]
+            keep += [key for key, least in zip(rest, worst, strict=False) if rank[key] > least]
+        for key in keep:
+            self._kept[key] = True
             if not self._listed[key]:
                 self._listed[key] = True
-                heapq.heappush(self._heap, (int(self.policy.rank[key]), key))
-        return keep
+                heapq.heappush(self._heap, (rank[key], key))
+        self._count += len(keep)
+        return [self._kept[key] for key in missing]
 
     def _lowest(self, count: int) -> list[int]:
         """The ``count`` lowest ranks of those kept, ascending. A rank only grows, so one that grew is put right when it
         is met, and what a layer costs does not grow with the slots.
         """
-        heap, rank, found = self._heap, self.policy.rank, []
+        heap, rank, found = self._heap, self._rank, []
         while heap and len(found) < count:
             noted, key = heap[0]
-            if not self.kept[key]:
+            if not self._kept[key]:
                 heapq.heappop(heap)
                 self._listed[key] = False
-            elif (now := int(rank[key])) != noted:
+            elif (now := rank[key]) != noted:
                 heapq.heapreplace(heap, (now, key))
             else:
                 found.append(heapq.heappop(heap))
