@@ -15,12 +15,17 @@ from moebench.step import ABSENT, Routing
 
 def keys_of(hook: str, answer: Any, count: int) -> list[int]:
     """Expert keys below ``count``, in the order given."""
-    found = _array(answer)
-    if found.size == 0 and found.ndim == 1:
+    if type(answer) is list and all(type(key) is int for key in answer):
+        keys = answer
+    else:
+        found = _array(answer)
+        if (found.ndim != 1 or found.dtype.kind not in "iu") and found.shape != (0,):
+            raise PluginError(
+                f"{hook} returned {_short(answer)}: a list or array of expert keys (whole numbers), or None"
+            )
+        keys = found.tolist()
+    if not keys:
         return []
-    if found.ndim != 1 or found.dtype.kind not in "iu":
-        raise PluginError(f"{hook} returned {_short(answer)}: a list or array of expert keys (whole numbers), or None")
-    keys: list[int] = found.tolist()
     if min(keys) < 0 or max(keys) >= count:
         odd = next(key for key in keys if not 0 <= key < count)
         raise PluginError(f"{hook} returned expert {odd}; keys are layer * experts + expert, here 0 to {count - 1}")
@@ -29,6 +34,8 @@ def keys_of(hook: str, answer: Any, count: int) -> list[int]:
 
 def mask_of(hook: str, answer: Any, count: int) -> list[bool]:
     """A bool for each of ``count`` keys."""
+    if type(answer) is list and len(answer) == count and all(type(stays) is bool for stays in answer):
+        return answer
     found = _array(answer)
     if found.shape != (count,) or found.dtype.kind != "b":
         raise PluginError(f"{hook} returned {_short(answer)}: a bool for each of the {count} keys it is given, or None")

@@ -111,6 +111,8 @@ class SsdLlama:
         self.placement = Placement(config.placement, active, self.units)
         self.on_host: set[int] = set()
         self.counted = dict.fromkeys(("kept", "temporary", "on_host"), 0)
+        if self.units == 1:
+            self.plan_reads = None  # whole experts are one request each
 
     @hookimpl
     def acquired(self, step: Step, keys: list[int], ready: list[bool], view: Any) -> None:
@@ -140,10 +142,8 @@ class SsdLlama:
         return victims
 
     @hookimpl
-    def plan_reads(self, keys: list[int], view: Any) -> list[int] | list[tuple[int, ...]]:
-        """Missing matrices of one expert that lie side by side are one request; whole experts are one each."""
-        if self.units == 1:
-            return keys
+    def plan_reads(self, keys: list[int], view: Any) -> list[tuple[int, ...]]:
+        """Missing matrices of one expert that lie side by side are one request."""
         missing = np.asarray(keys, np.int64)
         apart = (np.diff(view.position(missing)) != 1) | (np.diff(missing // self.units) != 0)
         return [tuple(run.tolist()) for run in np.split(missing, np.flatnonzero(apart) + 1)]
