@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -60,18 +61,19 @@ NUMBERS = {
     "compute.rans_gb_s": ("GB/s", "none"),
     "compute.beside_reads": ("share", "none"),
     "compute.beside_copies": ("share", "none"),
-    "compute.layers_beside_reads": ("share", "none"),
     "compute.sustained": ("share", "none"),
 }
 STACK_NUMBERS = {"per_load_ms": "ms", "host_sync_us": "us", "layer_floor_us": "us"}
 # What the loop itself takes, 0 where it is not declared: of a pass, of a layer, of an expert that is resident, of a
-# hook that is called; pass_us, what the library takes of a pass beside its layers: masks, embedding, head; and
-# beside_us, what a read that lands meanwhile takes of the library's time.
-# wait_us is what waiting in a layer adds to the loop's own time: it goes on with cold caches.
-LOOP_NUMBERS = dict.fromkeys(("step_us", "layer_us", "request_us", "wait_us", "hook_us", "pass_us", "beside_us"), "us")
+# hook that is called; wait_us is what waiting in a layer adds to that: it goes on with cold caches. Of the library's
+# time: pass_us for a pass beside its layers (masks, embedding, head), cold_us for the first wait in a layer, again_us
+# for each further one, beside_us for each read that lands while it computes.
+LOOP_NUMBERS = dict.fromkeys(
+    ("step_us", "layer_us", "request_us", "wait_us", "hook_us", "pass_us", "cold_us", "again_us", "beside_us"), "us"
+)
 SECTIONS = ("memory", "storage", "bandwidth", "compute")
 KEYS = {"id", "title", "match", "model", "engine", "stack", "unified", "read_curve", "stacks", *SECTIONS}
-MORE = {"curves", "hooks", "unmeasured"}  # what a measured profile has besides
+MORE = {"curves", "hooks", "live_hooks", "unmeasured"}  # what a measured profile has besides
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,8 @@ class Stack:
     wait_us: float = 0.0
     hook_us: float = 0.0
     pass_us: float = 0.0
+    cold_us: float = 0.0
+    again_us: float = 0.0
     beside_us: float = 0.0
 
     @property
@@ -103,7 +107,8 @@ class Stack:
 class HardwareProfile:
     """One machine. ``number(name)`` is a plain float; ``quantities`` holds each with unit and source, ``curves`` what
     was measured over two axes (names: ``moebench.curves``), ``hooks`` what one hook of a system takes, by the system's
-    id, ``unmeasured`` what could not be, with the reason.
+    id, ``live_hooks`` what it takes where a model computes and that differs, ``unmeasured`` what could not be, with the
+    reason.
     """
 
     id: str
@@ -118,6 +123,7 @@ class HardwareProfile:
     stacks: dict[str, Stack] = field(default_factory=dict)
     curves: dict[str, Points] = field(default_factory=dict)
     hooks: dict[str, Quantity] = field(default_factory=dict)
+    live_hooks: dict[str, Quantity] = field(default_factory=dict)
     unmeasured: dict[str, str] = field(default_factory=dict)
 
     def number(self, name: str) -> float:
@@ -146,6 +152,7 @@ class HardwareProfile:
         content = [self.unified, self.engine, self.stack, values, curve.xs, curve.ys, curve.rows]
         content += [[name, self.curves[name].rows] for name in sorted(self.curves)]
         content += [[name, self.hooks[name].value] for name in sorted(self.hooks)]
+        content += [["live", name, self.live_hooks[name].value] for name in sorted(self.live_hooks)]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
     def __getattr__(self, name: str) -> float:
@@ -234,15 +241,17 @@ def from_dict(data: Any, where: str) -> HardwareProfile:
     return HardwareProfile(
         **named, unified=data["unified"], match=_match(data["match"], where), quantities=quantities,
         read_curve=read_curve(data["read_curve"], where), stacks=stacks, curves=curves(data.get("curves", {}), where),
-        hooks=_hooks(data.get("hooks", {}), where), unmeasured=_unmeasured(data.get("unmeasured", {}), where),
+        hooks=_hooks(data, "hooks", where), live_hooks=_hooks(data, "live_hooks", where),
+        unmeasured=_unmeasured(data.get("unmeasured", {}), where),
     )  # fmt: skip
 
 
-def _hooks(given: Any, where: str) -> dict[str, Quantity]:
+def _hooks(data: Mapping[str, Any], key: str, where: str) -> dict[str, Quantity]:
     """What one hook of each system takes."""
+    given = data.get(key, {})
     if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
-        raise HardwareError(f"{where}: hooks must be a mapping of systems to numbers, got {given!r}")
-    return {name: quantity(entry, "us", f"{where}: hooks.{name}") for name, entry in given.items()}
+        raise HardwareError(f"{where}: {key} must be a mapping of systems to numbers, got {given!r}")
+    return {name: quantity(entry, "us", f"{where}: {key}.{name}") for name, entry in given.items()}
 
 
 def _unmeasured(given: Any, where: str) -> dict[str, str]:

@@ -183,6 +183,11 @@ class NoKnobs:
     """The configuration of a system that has nothing to set."""
 
 
+def brings_nothing(config: Any, target: Target) -> Equipment:
+    """The equipment of most systems."""
+    return Equipment()
+
+
 @dataclass(frozen=True)
 class SystemSpec:
     """One registered system.
@@ -224,10 +229,15 @@ class SystemSpec:
     scope: str = "shared"
     handling: Callable[[Any], Handling] = field(default=lambda config: Handling())
     whole_prompt: bool = False
-    equip: Callable[[Any, Target], Equipment] = field(default=lambda config, target: Equipment())
+    equip: Callable[[Any, Target], Equipment] = field(default=brings_nothing)
     published: tuple[Published, ...] = ()
     prepare: Preparation | None = None
     ladder: Callable[[Any, Target], Sequence[Rung]] = field(default=lambda config, target: (Rung(config),))
+
+    @property
+    def brings(self) -> bool:
+        """Whether the system brings something of its own to a model: its hooks may compute."""
+        return self.equip is not brings_nothing
 
     def foresees(self, config: Any) -> bool:
         """Whether a run with ``config`` is given the demands to come."""

@@ -17,7 +17,7 @@ from moebench import geometry as geometries
 from moebench import hardware
 from moebench.harness.costs import StorageUse, build, reads_only
 from moebench.residency.places import Places
-from moebench.timeline.base import DEMAND, PREFETCH
+from moebench.timeline.base import COMPUTE, DEMAND, PREFETCH
 from moebench.timeline.storage import LIMIT_SLICE_S
 from moebench.timeline.virtual import VirtualTimeline
 from moebench.units import GB, KIB, MIB
@@ -94,19 +94,51 @@ def test_compute_goes_slower_while_storage_reads_and_only_then():
         assert clock.now() - begun == pytest.approx(took)
 
 
-def test_a_small_expert_is_slowed_as_layers_are_and_a_large_one_as_kernels():
-    def shares(own: float) -> tuple[float, float]:
+def test_of_a_small_expert_reads_take_nothing_by_the_second_and_of_a_large_one_as_of_kernels():
+    def share(own: float) -> float:
         def change(data):
             sizes = [8.0, GEOMETRY.expert_bytes / KIB]
             data["curves"] = {"experts.int4": curve("us", [[10.0], [10.0 / own]], sizes_kib=sizes, row_counts=[1])}
-            data["compute"] |= {"beside_reads": number(0.8, "share"), "layers_beside_reads": number(0.1, "share")}
+            data["compute"]["beside_reads"] = number(0.8, "share")
 
-        found = costs(change)
-        return found.experts_beside[0], found.layers_beside[0]
+        return costs(change).experts_beside[0]
 
-    assert shares(1.0) == pytest.approx((0.1, 0.1))
-    assert shares(1e-6) == pytest.approx((0.8, 0.1), rel=1e-4)
-    assert 0.1 < shares(0.5)[0] < 0.8
+    assert share(1.0) == pytest.approx(1.0)
+    assert share(1e-6) == pytest.approx(0.8, rel=1e-4)
+    assert 0.8 < share(0.5) < 1.0
+
+
+def test_the_first_wait_of_a_layer_costs_more_than_the_next_and_no_wait_nothing():
+    stack = {"cold_us": number(100.0, "us"), "again_us": number(10.0, "us")}
+    found = costs(lambda data: data["stacks"][STACK].update(stack))
+    for reads, expected in ((0, 0.0), (1, 100e-6), (3, 120e-6)):
+        took = []
+        for each in (BARE, found):
+            clock = VirtualTimeline(each)
+            for _ in range(2):
+                clock.compute_dense(1, 1, 0, final=False)
+                for ticket in clock.read(list(range(reads)), list(range(reads)), "device", DEMAND):
+                    clock.wait(ticket)
+            took.append(clock.spent[COMPUTE])
+        assert took[1] - took[0] == pytest.approx(2 * expected)
+
+
+@pytest.mark.parametrize("priority", [DEMAND, PREFETCH])
+def test_a_read_that_lands_while_something_computes_is_charged_for_once_and_one_that_is_waited_for_never(priority):
+    found = costs(lambda data: data["stacks"][STACK].update({"beside_us": number(50.0, "us")}))
+    long = replace(found, dense_layer_s=0.0, dense_row_s=0.0, library_s=lambda state_bytes, rows: 1.0)
+    clock = VirtualTimeline(long)
+    clock.read([0, 1, 2], [0, 1, 2], "device", priority)
+    begun = clock.now()
+    for _ in range(2):
+        clock.compute_dense(1, 1, 0, final=False)
+    assert clock.now() - begun == pytest.approx(2.0 + 3 * 50e-6)
+    clock = VirtualTimeline(replace(long, cold_s=1e-6))
+    for ticket in clock.read([0, 1, 2], [0, 1, 2], "device", priority):
+        clock.wait(ticket)
+    begun = clock.now()
+    clock.compute_dense(1, 1, 0, final=False)
+    assert clock.now() - begun == pytest.approx(1.0, abs=1e-9)
 
 
 def test_reads_beside_compute_end_later_by_what_they_lose():
@@ -118,6 +150,31 @@ def test_reads_beside_compute_end_later_by_what_they_lose():
         clock.wait(ticket)
         beside = BARE.expert_s / 0.5
         assert clock.now() == pytest.approx(BARE.read_s[1] + (1 - share) * beside)
+
+
+@pytest.mark.parametrize("full", [1.0, 2.0, 4.0])
+def test_beside_demand_prefetches_get_what_a_full_queue_reaches_beyond_it(full):
+    """A demand reaches 1 GB/s, a queue that is kept full ``full`` times as much."""
+
+    def change(data):
+        axes = {"sizes_kib": [GEOMETRY.slot_bytes / KIB], "depths": [1, 4]}
+        data["read_curve"] = curve("GB/s", [[1.0, 1.0]], **axes)
+        data["curves"] = {"ahead": curve("GB/s", [[full, full]], **axes)}
+
+    found = costs(change)
+    clock = VirtualTimeline(found)
+    demand = clock.read([0, 1, 2, 3], [0, 1, 2, 3], "device", DEMAND)
+    (ahead,) = clock.read([4], [4], "device", PREFETCH)
+    begun = ahead.issued_s
+    for ticket in demand:
+        clock.wait(ticket)
+    busy = clock.now() - begun
+    clock.compute_dense(20, 1, 0, final=False)
+    assert clock.is_ready(ahead)
+    done, service = ahead.done_s - begun, found.ahead_s[1]
+    beside = busy * (1 - 1 / full)  # of its service
+    assert done == pytest.approx(service / (1 - 1 / full) if service < beside else busy + service - beside)
+    assert done < busy if full > 1 else done > busy
 
 
 def test_engines_have_curves_of_their_own():

@@ -69,6 +69,7 @@ def modeled_costs(frame: Frame, held_bytes: int, dense_bits: float | None) -> Co
         tiers=1 + frame.two_tiers,
         on_host=frame.handling.on_host,
     )
-    if cell.spec.id in cell.profile.hooks:
-        found = replace(found, hook_s=cell.profile.hooks[cell.spec.id].value * 1e-6)
+    hooks = {**cell.profile.hooks, **(cell.profile.live_hooks if cell.computes else {})}
+    if cell.spec.id in hooks:
+        found = replace(found, hook_s=hooks[cell.spec.id].value * 1e-6)
     return found if cell.computes else cost_model.reads_only(found)

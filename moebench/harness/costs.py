@@ -24,10 +24,10 @@ QUEUE_DEPTH = 32  # reads that an asynchronous engine keeps in flight at most
 BLOCK_BYTES = MIB  # demand pre-empts prefetch at this granularity
 COMPUTE = (
     "dense_layer_s", "dense_row_s", "head_s", "state_byte_s", "expert_s", "expert_row_s", "layer_floor_s", "byte_s",
-    "host_sync_s", "host_expert_s", "host_row_s", "host_trip_s", "on_chip_s", "pass_s",
+    "host_sync_s", "host_expert_s", "host_row_s", "host_trip_s", "on_chip_s", "pass_s", "cold_s", "again_s", "beside_s",
 )  # fmt: skip
 KERNELS_BESIDE = ("compute.beside_reads", "storage.read_beside_compute")
-LAYERS_BESIDE = ("compute.layers_beside_reads", "storage.read_beside_layers")
+READ_BESIDE_LAYERS = "storage.read_beside_layers"
 CHIP_ACTIVATIONS = 128 * KIB  # of on-chip memory; the rest is two buffers for weights (arXiv 2609.14643, section 4.4)
 
 
@@ -153,10 +153,13 @@ def build(
         wait_s=stack.wait_us * 1e-6,
         hook_s=stack.hook_us * 1e-6,
         pass_s=stack.pass_us * 1e-6,
+        cold_s=stack.cold_us * 1e-6,
+        again_s=stack.again_us * 1e-6,
+        beside_s=stack.beside_us * 1e-6,
         library_s=_library_s(profile, geometry),
         expert_rows_s=_expert_rows_s(profile, geometry),
         experts_beside=_experts_beside(profile, geometry),
-        layers_beside=tuple(_declared(profile, name) for name in LAYERS_BESIDE),
+        reads_beside_layers=_declared(profile, READ_BESIDE_LAYERS),
         ahead_s=_ahead_s(profile, use),
         limit_byte_s=1 / (profile.limit_gb_s * GB) if profile.declares("storage.limit_gb_s") else 0.0,
         around_bytes=int(profile.readahead_kib * KIB / 2) if "reads.mmap" in curves and use.engine == "mmap" else 0,
@@ -199,15 +202,19 @@ def _declared(profile: HardwareProfile, name: str) -> float:
 
 
 def _experts_beside(profile: HardwareProfile, geometry: Geometry) -> tuple[float, float]:
-    """What experts and reads keep of their speeds beside each other: of what the smallest expert takes, which is the
-    library's, as much as layers, of the rest as much as kernels.
+    """What experts and reads keep of their speeds beside each other. What the smallest expert takes is the library's,
+    which is charged for the reads that land; the rest goes as kernels do.
     """
     curve = profile.curves.get(f"experts.{geometry.quant}")
-    kernels, layers = (tuple(_declared(profile, name) for name in names) for names in (KERNELS_BESIDE, LAYERS_BESIDE))
-    if curve is None:
-        return kernels
-    own = min(1.0, curve.seconds(curve.xs[0], 1) / curve.seconds(geometry.expert_bytes / KIB, 1))
-    return tuple(1 / (own / layer + (1 - own) / kernel) for layer, kernel in zip(layers, kernels, strict=True))
+    kernels, layers = (
+        (_declared(profile, name) for name in KERNELS_BESIDE),
+        (1.0, _declared(profile, READ_BESIDE_LAYERS)),
+    )
+    own = 0.0
+    if curve is not None:
+        own = min(1.0, curve.seconds(curve.xs[0], 1) / curve.seconds(geometry.expert_bytes / KIB, 1))
+    work, reads = (1 / (own / layer + (1 - own) / kernel) for layer, kernel in zip(layers, kernels, strict=True))
+    return work, reads
 
 
 def _expert_rows_s(profile: HardwareProfile, geometry: Geometry) -> Callable[[float], float] | None:

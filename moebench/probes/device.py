@@ -29,7 +29,7 @@ from moebench.units import GB, GIB, MIB, PAGE, align_up
 COPY, COPIES, EXPERTS = 4 * MIB, 16, 32
 HIDDEN, INTERMEDIATE = 2048, 768  # of qwen3-30b-a3b's experts
 HOST_ONLY = ("experts.", "dense", "layers")  # curves of what the processor computes
-BESIDE = ("compute.beside_reads", "compute.beside_copies", "compute.layers_beside_reads", "compute.sustained",
+BESIDE = ("compute.beside_reads", "compute.beside_copies", "compute.sustained",
           "storage.read_beside_compute", "storage.read_beside_layers")  # fmt: skip
 
 
@@ -193,7 +193,7 @@ def extend(data: dict[str, Any], device: TorchDevice, name: str, record: Record)
         sixty = Samples(tuple(60 * us for us in one.values))
         text = f"60 small operations at {one.median:.2f} us; no model's layer was measured on the device"
         stack["layer_floor_us"] = record.number(sixty, "us", text, "estimate")
-        for key in ("pass_us", "beside_us"):
+        for key in ("pass_us", "cold_us", "again_us", "beside_us"):
             stack.pop(key, None)
     for dotted in BESIDE:
         section, key = dotted.split(".")

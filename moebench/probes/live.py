@@ -6,14 +6,14 @@ All experts are in memory and nobody decides anything. Knows a backend and a pac
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from moebench.probes.samples import Samples
 from moebench.step import DECODE, PREFILL, Routing, Step
+from moebench.store.block_queue import DEMAND
 from moebench.store.block_queue import PREFETCH as PREFETCHED
 from moebench.store.engines import ReadEngine
 from moebench.store.pages import aligned_buffer
@@ -23,7 +23,9 @@ PIECE = 32  # tokens of a pass that builds a context
 
 
 class Resident:
-    """Serves experts from memory and notes when a layer asks and when it has all that it asked for."""
+    """Serves experts from memory and notes when a layer asks, when it has computed all that it asked for, and on how
+    many rows each of them; ``hold(number, count)``, if there is one, is waited for before each of ``count`` experts.
+    """
 
     def __init__(self, pack: Any) -> None:
         self.pack = pack
@@ -31,23 +33,40 @@ class Resident:
         for key, buffer in enumerate(self.buffers):
             pack.read(key, buffer)
         self.valid = np.ones(1, bool)
-        self.marks: list[tuple[float, float]] = []  # of each layer: asks, has computed its last expert
+        self.hold: Callable[[int, int], None] | None = None
+        self.waited_s = 0.0
+        self.clear(self.valid)
+
+    def clear(self, valid: np.ndarray) -> None:
+        """A pass begins."""
+        self.valid, self.waited_s = valid, 0.0
+        self.marks: list[tuple[float, float, list[int]]] = []  # of each layer: asks, is through, rows of each expert
 
     def serve(self, layer: int, hidden: Any, native: Routing) -> tuple[Routing, Iterator[tuple[int, np.ndarray]]]:
         """The native routing and its experts."""
         return native, self._experts(layer * self.pack.experts, native, time.perf_counter())
 
     def _experts(self, base: int, native: Routing, asked: float) -> Iterator[tuple[int, np.ndarray]]:
-        for expert in native.demand(self.valid):
+        demand = native.demand(self.valid)
+        rows = np.bincount(native.experts[self.valid].reshape(-1), minlength=self.pack.experts)[demand].tolist()
+        for number, expert in enumerate(demand):
+            if self.hold is not None:
+                begun = time.perf_counter()
+                self.hold(number, len(demand))
+                self.waited_s += time.perf_counter() - begun
             yield expert, self.buffers[base + expert]
-        self.marks.append((asked, time.perf_counter()))
+        self.marks.append((asked, time.perf_counter(), rows))
 
 
 class Passes:
-    """Runs passes of a backend over random tokens."""
+    """Runs passes of a backend over random tokens. ``expert_s(rows)`` is what one expert is known to take, so that a
+    layer's own time is all the rest of it: with what brings rows to experts and back.
+    """
 
-    def __init__(self, backend: Any, pack: Any, vocabulary: int) -> None:
-        self.backend, self.server, self.vocabulary = backend, Resident(pack), vocabulary
+    def __init__(
+        self, backend: Any, pack: Any, vocabulary: int, expert_s: Callable[[int], float] = lambda rows: 0.0
+    ) -> None:
+        self.backend, self.server, self.vocabulary, self.expert_s = backend, Resident(pack), vocabulary, expert_s
         self._generator = np.random.default_rng(0)
 
     def sample(self, context: int, rows: int, seconds: float) -> list[tuple[float, float]]:
@@ -100,20 +119,60 @@ class Passes:
             found.append(max(0.0, took[0] - took[1]) / count * 1e6)
         return Samples(tuple(found))
 
+    def waits(self, engine: ReadEngine, context: int, seconds: float) -> tuple[Samples, Samples]:
+        """Microseconds that a pass of one row takes longer, waits left out, for each layer that waits for a read before
+        it computes, and for each further read that such a layer waits for: of passes without, with one read in each
+        layer, and with as many as it has experts, begun together and waited for one by one.
+        """
+        pack, past = engine.pack, 0
+        buffers = [aligned_buffer(pack.slot_bytes) for _ in range(self.server.pack.experts)]
+        futures: list[Any] = []
+
+        def read(count: int) -> None:
+            keys = self._generator.choice(pack.keys, count, replace=False).tolist()
+            futures[:] = engine.submit_all(keys, buffers[:count], DEMAND)
+
+        def once(number: int, count: int) -> None:
+            if number == 0:
+                read(1)
+                futures[0].result()
+
+        def each(number: int, count: int) -> None:
+            if number == 0:
+                read(count)
+            futures[number].result()
+
+        first: list[float] = []
+        more: list[float] = []
+        until = time.perf_counter() + seconds
+        while len(first) < PASSES or time.perf_counter() < until:
+            if past < context or past > 2 * context + 3 * PASSES:  # the context stays about as long
+                self.backend.reset(1)
+                past = self._forward(0, context, PREFILL)
+            took = []
+            for self.server.hold in (None, once, each):
+                begun = time.perf_counter()
+                past += self._forward(past, 1, DECODE)
+                took.append(time.perf_counter() - begun - self.server.waited_s)
+            self.server.hold = None
+            layers = len(self.server.marks)
+            others = sum(len(rows) - 1 for _, _, rows in self.server.marks)
+            first.append(max(0.0, took[1] - took[0]) / layers * 1e6)
+            more.append(max(0.0, took[2] - took[1]) / max(1, others) * 1e6)
+        return Samples(tuple(first)), Samples(tuple(more))
+
     def _forward(self, past: int, width: int, phase: int) -> int:
         """One pass and the choice of the next token; returns ``width``."""
         tokens = self._generator.integers(0, self.vocabulary, (1, width))
         position = np.arange(past, past + width, dtype=np.int32)
         step = Step(past, phase, np.zeros(width, np.int32), position, np.ones(width, bool), 1)
-        self.server.valid, self.server.marks = step.valid, []
+        self.server.clear(step.valid)
         self.backend.forward(step, tokens, self.server).argmax(-1)
         return width
 
     def _parts(self, begun: float, ended: float) -> tuple[float, float]:
-        marks = self.server.marks
-        gaps = [asks - before for (_, before), (asks, _) in pairwise(marks)]
-        layer = float(np.median(gaps))
-        outer = (
-            marks[0][0] - begun + ended - marks[-1][1]
-        )  # before the first layer asks and after the last: a layer too
-        return layer * 1e6, max(0.0, outer - layer) * 1e6
+        asked = [asks for asks, _, _ in self.server.marks]
+        experts = [sum(map(self.expert_s, rows)) for _, _, rows in self.server.marks]
+        layer = float(np.median(np.diff(asked) - experts[:-1]))
+        outer = asked[0] - begun + ended - asked[-1] - experts[-1]  # of the first layer what comes before it asks
+        return max(0.0, layer) * 1e6, max(0.0, outer - layer) * 1e6

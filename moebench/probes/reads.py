@@ -20,10 +20,11 @@ from moebench.store.engines import ReadEngine, open_engine
 from moebench.store.pack import Pack
 from moebench.store.pages import aligned_buffer
 from moebench.store.steady import Flow
-from moebench.units import GB
+from moebench.units import GB, MIB
 
 Point = tuple[int, int]
 Work = Callable[[int, int, float], float]  # (bytes, how many at a time, seconds) -> GB/s, or microseconds
+WARM = 16 * MIB  # of the page cache
 PASSES = 5  # over all points in turn, so that what drifts hits all alike
 
 
@@ -65,15 +66,17 @@ class Reader:
         return nbytes / spent / GB
 
     def warm(self, size: int, depth: int, seconds: float) -> float:
-        """The same experts over and over, which the page cache holds."""
+        """Demands of experts that the page cache holds, out of more of them than a core's own caches do."""
         pack, spent, nbytes = self.file.pack(size), 0.0, 0
-        keys = list(range(min(depth, pack.keys)))
+        depth = min(depth, pack.keys)
+        cached = range(min(pack.keys, max(depth, WARM // size)))
         with open_engine(self.engine, pack) as engine:
-            self._demand(engine, pack, keys)
+            for at in range(0, len(cached), depth):
+                self._demand(engine, pack, cached[at : at + depth])
             until = time.perf_counter() + seconds
             while not nbytes or time.perf_counter() < until:
-                spent += self._demand(engine, pack, keys)
-                nbytes += len(keys) * size
+                spent += self._demand(engine, pack, self._draw.sample(cached, depth))
+                nbytes += depth * size
         return nbytes / spent / GB
 
     def sequential(self, size: int, depth: int, seconds: float) -> float:

@@ -36,14 +36,16 @@ class Costs:
     host's own processor, ``host_trip_s`` what a layer's activations take there and back. Writes to storage come in
     units of ``write_unit_bytes``, of ``write_unit_s`` seconds each.
 
-    What a measured machine says besides, 0 or None where it says nothing: the loop's own time for a pass (``step_s``),
-    a layer (``layer_s``), an expert that a layer demands (``demand_s``), a layer that waits (``wait_s``) and a hook of
-    the system (``hook_s``); what the library takes of a pass beside its layers (``pass_s``), of a layer
-    (``library_s(state_bytes, rows)``, in which its floor is) and of one expert on so many rows (``expert_rows_s``,
-    instead of ``expert_s`` and ``expert_row_s``); ``experts_beside`` and ``layers_beside`` are the shares of their
-    speed that experts, and all else that computes, keep while storage reads, and that reads keep then. ``ahead_s[d]``
-    is ``read_s[d]`` of prefetches that keep the queue at ``d``, a fault brings the experts of ``around_bytes`` on
-    either side, and ``limit_byte_s`` is what a limit on the rate of reads allots to a byte.
+    What a measured machine says besides, 0 or None where it says nothing: the loop's own time for a pass
+    (``step_s``), a layer (``layer_s``), an expert that a layer demands (``demand_s``), a layer that waits
+    (``wait_s``) and a hook of the system (``hook_s``); what the library takes of a pass beside its layers
+    (``pass_s``), of a layer (``library_s(state_bytes, rows)``, in which its floor is), of the first wait in a layer
+    (``cold_s``), of each further one (``again_s``), of each read that lands while it computes (``beside_s``), and
+    of one expert on so many rows (``expert_rows_s``, instead of ``expert_s`` and ``expert_row_s``);
+    ``experts_beside`` are the shares of their speed that experts keep while storage reads, and that reads keep
+    then; beside all else that computes reads keep ``reads_beside_layers``. ``ahead_s[d]`` is ``read_s[d]`` of
+    prefetches that keep the queue at ``d``, a fault brings the experts of ``around_bytes`` on either side, and
+    ``limit_byte_s`` is what a limit on the rate of reads allots to a byte.
 
     On an accelerator that computes out of memory of its own on the chip: ``map_s`` makes an expert that arrived visible
     to it, ``on_chip_s`` copies one in (instead of ``expert_s``) in ``chip_parts`` pieces that each fill a buffer at
@@ -88,10 +90,13 @@ class Costs:
     wait_s: float = 0.0
     hook_s: float = 0.0
     pass_s: float = 0.0
+    cold_s: float = 0.0
+    again_s: float = 0.0
+    beside_s: float = 0.0
     library_s: Callable[[int, int], float] | None = None
     expert_rows_s: Callable[[float], float] | None = None
     experts_beside: tuple[float, float] = (1.0, 1.0)
-    layers_beside: tuple[float, float] = (1.0, 1.0)
+    reads_beside_layers: float = 1.0
     ahead_s: tuple[float, ...] = ()
     around_bytes: int = 0
     limit_byte_s: float = 0.0

@@ -1,8 +1,9 @@
 """The storage of a modeled machine: a queue that serves demand first, a page cache, and writes in what time is left.
 
 Reads issued together overlap: the first completes after the time one read takes alone, the last when the device has
-moved all of them at the throughput it reaches at that depth. Prefetch reads fill the time demand leaves free; a demand
-read waits at most for the prefetch block already on the device. Writes fill what reads leave, unit by unit.
+moved all of them at the throughput it reaches at that depth. Prefetch reads fill the time demand leaves free and, where
+it was measured what a queue that is kept full reaches, the throughput that demand leaves; a demand read waits at most
+for the prefetch block already on the device. Writes fill what reads leave, unit by unit.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class ModeledStorage(Timeline):
         self._coming: list[Ticket] = []  # demand reads under way
         self._allotted = 0.0  # until when a limit has allotted its rate
         self._left: dict[Ticket, float] = {}  # seconds of service each still needs
+        self._spare = 0.0  # of their speed that prefetches keep beside demand
         self._begun: Ticket | None = None  # the one at the head that was served in part
         self.writes = Writes(costs.write_unit_bytes, costs.write_unit_s)
         self._towards: dict[Ticket, str] = {}  # copies that wait for their read, and the tier they go to
@@ -53,6 +55,7 @@ class ModeledStorage(Timeline):
         self._unmapped: set[Ticket] = set()  # transfers whose expert has to be mapped when it is there
         self._decoded_below: set[int] = set()  # experts that came down to the host, decoded
         self._pages = PageCache(costs, places)
+        self._landing: list[Ticket] = []  # reads that are charged for when they land
 
     def _spend(self, part: int, until: float, what: str = "", of: int = 0) -> None:
         """The clock advances to ``until``; ``what`` goes to the log."""
@@ -152,6 +155,8 @@ class ModeledStorage(Timeline):
         """
         costs = self.costs
         ticket.landed_s, ticket.linked_s = at if landed is None else landed, at
+        if landed is None and costs.beside_s:
+            self._landing.append(ticket)
         if ticket in self._coded:
             self._coded.discard(ticket)
             at = self._decoder_free = max(at, self._decoder_free) + costs.decode_s
@@ -172,6 +177,8 @@ class ModeledStorage(Timeline):
         count = len(tickets)
         self._track(tickets)
         each = costs.read_s[min(len(costs.read_s) - 1, count + waiting)]
+        if costs.ahead_s:  # the throughput that a full queue has beyond a demand's
+            self._spare = max(0.0, 1 - min(costs.ahead_s[1:]) / each)
         ends = self._spread(start, [each] * count, costs.read_s[1], waiting, [costs.read_bytes] * count)
         for ticket, end in zip(tickets, ends, strict=True):
             self._log_read((ticket,), start, end)
@@ -235,16 +242,27 @@ class ModeledStorage(Timeline):
         return self._left[self._queue[0]]
 
     def _sweep(self, until: float) -> None:
-        """Give prefetch reads, then writes, the time from the last sweep to ``until`` in which no demand was served."""
-        start = max(self._swept, min(self._demand_free, until))
+        """Give prefetch reads, then writes, the time from the last sweep to ``until`` in which no demand was served,
+        and prefetch reads what demand left them of the rest.
+        """
+        busy = min(self._demand_free, until)
+        if self._spare and self._swept < busy:
+            self._fill(self._swept, busy, self._spare)
+        start = max(self._swept, busy)
         if self.writes.begun:
             start = self.writes.go_on(start, until)
+        start = self._fill(start, until, 1.0)
+        self.writes.fill(start, until)
+        self._swept = max(self._swept, until)
+
+    def _fill(self, start: float, until: float, speed: float) -> float:
+        """Serve prefetch reads in order at a share of their ``speed``; returns when that was over."""
         while self._queue and start < until:
             ticket = self._queue[0]
             start = max(start, ticket.issued_s)
             if start >= until:
                 break
-            need = self._limited(ticket, start)
+            need = self._limited(ticket, start) / speed
             used = min(need, until - start)
             self._log_read((ticket,), start, start + used)
             start += used
@@ -253,9 +271,14 @@ class ModeledStorage(Timeline):
                 del self._left[ticket]
                 self._arrive(ticket, start)
             else:
-                self._left[ticket], self._begun = need - used, ticket
-        self.writes.fill(start, until)
-        self._swept = max(self._swept, until)
+                self._left[ticket], self._begun = (need - used) * speed, ticket
+        return start
+
+    def _landed(self, until: float) -> int:
+        """Reads that landed by then and were not counted before."""
+        self._sweep(until)
+        before, self._landing = self._landing, [ticket for ticket in self._landing if ticket.landed_s > until]
+        return len(before) - len(self._landing)
 
     def reading_s(self) -> float:
         """Seconds for which storage goes on reading what was asked for so far."""

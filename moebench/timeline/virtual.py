@@ -95,6 +95,9 @@ class VirtualTimeline(ModeledStorage):
                     self._spend(part, until, what, ticket.key)
             if self.costs.wait_s and not self._waited:
                 self._spend(OVERHEAD, self._now + self.costs.wait_s, "wait")
+            if cold := self.costs.again_s if self._waited else self.costs.cold_s:
+                self._landed(self._now)  # while nothing computed
+                self._spend(COMPUTE, self._now + cold, "cold")
             self._waited = True
         return stall
 
@@ -138,7 +141,13 @@ class VirtualTimeline(ModeledStorage):
             both = min(took / own, reading)
             took = both + max(0.0, took - own * reading)
             self._delay((1 - reads) * both)
+        if not self.costs.beside_s:
+            self._spend(COMPUTE, self._now + took, what, of)
+            return
+        self._landed(self._now)
         self._spend(COMPUTE, self._now + took, what, of)
+        while count := self._landed(self._now):
+            self._spend(COMPUTE, self._now + count * self.costs.beside_s, "beside")
 
     def stage_s(self, count: int, rows: int) -> tuple[float, float]:
         """Copies into the chip at its own rate; arithmetic in whole tiles of rows, equally many for each expert."""
@@ -186,7 +195,7 @@ class VirtualTimeline(ModeledStorage):
             busy = max(costs.dense_layer_s, rows * costs.dense_row_s) + state_bytes * costs.state_byte_s
             if costs.library_s is not None:  # nothing of it goes on beside: it adds up
                 took = layers * (busy + costs.library_s(state_bytes, rows))
-                self._compute(took, costs.layers_beside, "dense", layers)
+                self._compute(took, (1.0, costs.reads_beside_layers), "dense", layers)
             else:
                 end = self._now + layers * max(busy, costs.layer_floor_s)
                 self._spend(COMPUTE, min(end, self._now + layers * busy), "dense", layers)
@@ -195,7 +204,7 @@ class VirtualTimeline(ModeledStorage):
             if costs.layer_s:
                 self._spend(OVERHEAD, self._now + layers * costs.layer_s, "loop", layers)
         if final:
-            self._compute(costs.head_s + costs.pass_s, costs.layers_beside, "head")
+            self._compute(costs.head_s + costs.pass_s, (1.0, costs.reads_beside_layers), "head")
             if costs.step_s:
                 self._spend(OVERHEAD, self._now + costs.step_s, "pass")
 

@@ -1,0 +1,85 @@
+"""What a calibration takes of a model's passes, on a clock that only planted costs move: each shows where it was
+planted, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from moebench.probes import live
+from moebench.probes.live import Passes, Resident
+from moebench.step import Routing
+
+LAYERS, TOP_K, HEAD_S, DENSE_S, EXPERT_S = 3, 2, 5e-3, 2e-3, 1e-3
+
+
+class Model:
+    """A backend and a read engine whose costs are planted: ``cold_s`` of a layer that waited, ``again_s`` of each
+    further wait.
+    """
+
+    def __init__(self, cold_s: float = 0.0, again_s: float = 0.0) -> None:
+        self.cold_s, self.again_s, self.now, self.waits = cold_s, again_s, 0.0, 0
+        self.pack = SimpleNamespace(keys=8, slot_bytes=4096)
+
+    def reset(self, batch):
+        pass
+
+    def forward(self, step, tokens, server):
+        experts = np.tile(np.arange(TOP_K), (step.rows, 1))
+        for layer in range(LAYERS):
+            self.now += DENSE_S
+            self.waits = 0
+            _, coming = server.serve(layer, None, Routing(experts, np.ones(experts.shape, np.float32)))
+            for _ in coming:
+                self.now += EXPERT_S * step.rows
+            self.now += self.cold_s * (self.waits > 0) + self.again_s * max(0, self.waits - 1)
+        self.now += HEAD_S
+        return np.zeros((1, 4))
+
+    def submit_all(self, keys, buffers, priority):
+        return [Waited(self) for _ in keys]
+
+
+class Waited(Future):
+    """A read that takes a second of whoever waits for it."""
+
+    def __init__(self, model) -> None:
+        super().__init__()
+        self.model = model
+
+    def result(self, timeout=None):
+        self.model.now += 1.0
+        self.model.waits += 1
+
+
+def passes(model, monkeypatch, expert_s=lambda rows: 0.0) -> Passes:
+    monkeypatch.setattr(live, "time", SimpleNamespace(perf_counter=lambda: model.now))
+    found = object.__new__(Passes)
+    found.backend, found.vocabulary, found.expert_s = model, 4, expert_s
+    found._generator, found.server = np.random.default_rng(0), object.__new__(Resident)
+    found.server.pack, found.server.buffers = SimpleNamespace(experts=TOP_K), [b""] * LAYERS * TOP_K
+    found.server.hold = None
+    found.server.clear(np.ones(1, bool))
+    return found
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_layer_is_all_that_its_experts_are_not_and_a_pass_is_the_sum_of_its_parts(rows, monkeypatch):
+    for known in (0.0, EXPERT_S):
+        found = passes(Model(), monkeypatch, lambda rows, known=known: known * rows)
+        for layer, beside in found.sample(1, rows, 0.0):
+            assert layer == pytest.approx((DENSE_S + TOP_K * rows * (EXPERT_S - known)) * 1e6)
+            assert beside == pytest.approx(HEAD_S * 1e6)
+
+
+@pytest.mark.parametrize(("cold_s", "again_s"), [(0.0, 0.0), (3e-3, 0.0), (0.0, 2e-3), (3e-3, 2e-3)])
+def test_what_the_first_wait_of_a_layer_adds_is_told_from_what_the_next_adds(cold_s, again_s, monkeypatch):
+    model = Model(cold_s, again_s)
+    first, more = passes(model, monkeypatch).waits(model, 4, 0.0)
+    assert first.median == pytest.approx(cold_s * 1e6, abs=1e-3)
+    assert more.median == pytest.approx(again_s * 1e6, abs=1e-3)
