@@ -8,6 +8,7 @@ from importlib import resources
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from harness_fixtures import MINI, SHORT, mini, plugin  # noqa: F401 - fixtures
 from hypothesis import assume, given
@@ -16,12 +17,12 @@ from hypothesis import strategies as st
 import moebench
 from moebench import hardware
 from moebench.geometry import Geometry
-from moebench.harness.memory import StateWatch, make_tiers, size, staging_slots
+from moebench.harness.memory import Sizes, StateWatch, make_tiers, size, staging_slots
 from moebench.plugins import load_plugins
 from moebench.residency.ledger import BudgetError, Ledger
 from moebench.step import DECODE, Step
 from moebench.systemspec import Handling
-from moebench.units import GIB
+from moebench.units import GIB, MIB
 
 GEOMETRY = Geometry(**MINI)
 SLOT = GEOMETRY.slot_bytes
@@ -102,6 +103,14 @@ def test_slots_per_layer_are_equal_and_whole():
     (tier,) = make_tiers(GEOMETRY, SLOT, sizes, "per_layer", False, Ledger())
     assert (tier.group_slots, tier.slots) == (2, 8)  # 11 slots among 4 layers
     assert tier.capacity_bytes <= 11 * SLOT
+
+
+def test_slots_of_a_measured_run_are_in_memory_before_it_begins():
+    big = 4 * MIB  # bytes of a slot, so that all of them are far more than what else happens
+    before = psutil.Process().memory_info().rss
+    (tier,) = make_tiers(GEOMETRY, big, Sizes(16), "shared", True, Ledger())
+    assert psutil.Process().memory_info().rss - before >= 0.9 * tier.capacity_bytes
+    assert not any(row.any() for row in tier.rows)
 
 
 def test_more_than_all_experts_is_never_taken():

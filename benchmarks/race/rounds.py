@@ -45,7 +45,7 @@ class Race:
     llama_python: str = option(sys.executable, "a Python that has llama-cpp-python")
     llama_threads: int = option(2, "threads of llama.cpp and of accelerate")
     accelerate_python: str = option(sys.executable, "a Python that has torch, transformers and accelerate")
-    accelerate_layers: int = option(16, "layers of accelerate's model; its rate is scaled to those of the others")
+    accelerate_layers: int = option(24, "layers of accelerate's model; its rate is scaled to those of the others")
     accelerate_tokens: int = option(3, "decoded tokens that count, of accelerate, after one")
 
     def __post_init__(self) -> None:

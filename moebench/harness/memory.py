@@ -16,7 +16,7 @@ from moebench.hardware import HardwareProfile
 from moebench.hookspecs import hookimpl
 from moebench.residency.ledger import BudgetError, Ledger
 from moebench.residency.tier import Tier
-from moebench.store.pages import aligned_buffer
+from moebench.store.pages import aligned_buffer, committed
 from moebench.systemspec import Handling, SystemSpec
 from moebench.units import GIB, human_bytes
 
@@ -148,8 +148,9 @@ def make_tiers(
         held = slots - slots % (geometry.layers if by == "per_layer" else 1)  # layers own equal parts
         arena = None
         if real:
+            nbytes = held * slot_bytes
             arena = (
-                apart.tier(name, held, slot_bytes) if apart else allocate(held * slot_bytes).reshape(held, slot_bytes)
+                apart.tier(name, held, slot_bytes) if apart else committed(allocate(nbytes)).reshape(held, slot_bytes)
             )
         tier = Tier(name, slots, slot_bytes, geometry.layers, geometry.experts, by, arena)
         ledger.book(category, tier.capacity_bytes)

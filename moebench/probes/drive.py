@@ -21,10 +21,17 @@ FEW_SIZES, FEW_DEPTHS = tuple(kib * KIB for kib in (16, 64, 1024, 4096)), (1, 4,
 STRETCHES, THREADS = tuple(kib * KIB for kib in (4, 64, 1024, 4096)), (1, 2, 4)
 
 
-def storage(file: ProbeFile, record: Record) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The numbers of the drive, and its read curve; writes the file first."""
+def written(file: ProbeFile, record: Record) -> dict[str, Any]:
+    """Write the file; how fast. A drive that has just taken much in reads slower for a while."""
+    found: dict[str, Any] = {}
     with record.part("storage.write_gb_s", 0.0, needed=True):
-        found = {"write_gb_s": record.number(file.write(), "GB/s", "sequential writes, synced each 128 MiB")}
+        found["write_gb_s"] = record.number(file.write(), "GB/s", "sequential writes, synced each 128 MiB")
+    return found
+
+
+def storage(file: ProbeFile, record: Record) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The other numbers of the drive, and its read curve."""
+    found: dict[str, Any] = {}
     direct, method = Reader(file, "direct"), "random experts by engine {}, hashed; a demand of so many at a time"
     with record.part("read_curve", 0.13, needed=True) as seconds:
         points = grid(_points(SIZES, DEPTHS, file), direct.cold, seconds)

@@ -52,8 +52,10 @@ def measure(where: Where, record: Record) -> dict[str, Any]:
     machine, ram, threads, others = detect(), psutil.virtual_memory(), processor.computing(), Others()
     with own_folder(Path(where.folder) / ".moebench-calibrate") as folder, torch_threads(threads):
         file = ProbeFile(folder, where.file_bytes // PAGE * PAGE)
+        writes = drive.written(file, record)
+        bandwidth, compute = processor.memory(record), processor.compute(record)  # until the drive is at rest
         storage, reads = drive.storage(file, record)
-        bandwidth, compute = processor.memory(record), processor.compute(record)
+        storage |= writes
         processor.contention(file, folder / "writes", record, storage, compute)
         stack = _loop(file, record)
         _live(where.model, file, record, stack, storage)
