@@ -108,7 +108,7 @@ def test_slots_per_layer_are_equal_and_whole():
 def test_slots_of_a_measured_run_are_in_memory_before_it_begins():
     big = 4 * MIB  # bytes of a slot, so that all of them are far more than what else happens
     before = psutil.Process().memory_info().rss
-    (tier,) = make_tiers(GEOMETRY, big, Sizes(16), "shared", True, Ledger())
+    (tier,) = make_tiers(GEOMETRY, big, Sizes(16, 0), "shared", True, Ledger())
     assert psutil.Process().memory_info().rss - before >= 0.9 * tier.capacity_bytes
     assert not any(row.any() for row in tier.rows)
 
