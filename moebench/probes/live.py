@@ -104,9 +104,7 @@ class Passes:
         buffers = [aligned_buffer(pack.slot_bytes) for _ in range(count)]
         until = time.perf_counter() + seconds
         while len(found) < PASSES or time.perf_counter() < until:
-            if past < context or past > 2 * context + PASSES:  # the context stays about as long
-                self.backend.reset(1)
-                past = self._forward(0, context, PREFILL)
+            past = self._about(past, context)
             took = []
             for number in (count, 0):
                 keys = self._generator.choice(pack.keys, number, replace=False).tolist()
@@ -146,9 +144,7 @@ class Passes:
         more: list[float] = []
         until = time.perf_counter() + seconds
         while len(first) < PASSES or time.perf_counter() < until:
-            if past < context or past > 2 * context + 3 * PASSES:  # the context stays about as long
-                self.backend.reset(1)
-                past = self._forward(0, context, PREFILL)
+            past = self._about(past, context)
             took = []
             for self.server.hold in (None, once, each):
                 begun = time.perf_counter()
@@ -160,6 +156,13 @@ class Passes:
             first.append(max(0.0, took[1] - took[0]) / layers * 1e6)
             more.append(max(0.0, took[2] - took[1]) / max(1, others) * 1e6)
         return Samples(tuple(first)), Samples(tuple(more))
+
+    def _about(self, past: int, context: int) -> int:
+        """Tokens cached, after a context that has grown to twice its length was built anew."""
+        if context <= past <= 2 * context + PASSES:
+            return past
+        self.backend.reset(1)
+        return self._forward(0, context, PREFILL)
 
     def _forward(self, past: int, width: int, phase: int) -> int:
         """One pass and the choice of the next token; returns ``width``."""
