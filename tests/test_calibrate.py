@@ -13,9 +13,7 @@ import pickle
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import yaml
 from hypothesis import given
@@ -31,7 +29,6 @@ from moebench.machine import detect
 from moebench.plugins import load_plugins
 from moebench.probes import beside, drift, drive, file, host, kernels, loop, memory, processor
 from moebench.probes.file import ProbeFile
-from moebench.probes.live import Passes
 from moebench.probes.reads import Reader
 from moebench.probes.record import Record
 from moebench.probes.samples import Samples
@@ -311,31 +308,6 @@ def test_work_that_fails_in_the_background_is_raised():
 
     with pytest.raises(StoreError, match="gone"), beside.Background(background).running():
         time.sleep(0.05)
-
-
-def test_what_reads_take_of_a_pass_is_counted_for_each(probe):
-    class Backend:
-        """Computes until the reads that were begun are over."""
-
-        def reset(self, batch):
-            pass
-
-        def forward(self, step, tokens, server):
-            time.sleep(0.004 * len(reads))
-            return np.zeros((1, 4))
-
-    class Engine:
-        pack = probe.pack(16 * KIB)
-
-        def submit_all(self, keys, buffers, priority):
-            reads[:] = keys
-            return []
-
-    reads = []
-    passes = object.__new__(Passes)
-    passes.backend, passes.vocabulary, passes._generator = Backend(), 4, np.random.default_rng(0)
-    passes.server = SimpleNamespace(clear=lambda valid: None)
-    assert passes.beside(Engine(), 2, 4, 0).median >= 3900
 
 
 @given(st.lists(st.floats(0.01, 1e6), min_size=1, max_size=60))

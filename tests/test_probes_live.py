@@ -23,13 +23,14 @@ class Model:
     """
 
     def __init__(self, cold_s: float = 0.0, again_s: float = 0.0) -> None:
-        self.cold_s, self.again_s, self.now, self.waits = cold_s, again_s, 0.0, 0
+        self.cold_s, self.again_s, self.now, self.waits, self.begun, self.landing_s = cold_s, again_s, 0.0, 0, 0, 0.0
         self.pack = SimpleNamespace(keys=8, slot_bytes=4096)
 
     def reset(self, batch):
         pass
 
     def forward(self, step, tokens, server):
+        self.now += self.landing_s * self.begun
         experts = np.tile(np.arange(TOP_K), (step.rows, 1))
         for layer in range(LAYERS):
             self.now += DENSE_S
@@ -42,6 +43,7 @@ class Model:
         return np.zeros((1, 4))
 
     def submit_all(self, keys, buffers, priority):
+        self.begun = len(keys)
         return [Waited(self) for _ in keys]
 
 
@@ -83,3 +85,9 @@ def test_what_the_first_wait_of_a_layer_adds_is_told_from_what_the_next_adds(col
     first, more = passes(model, monkeypatch).waits(model, 4, 0.0)
     assert first.median == pytest.approx(cold_s * 1e6, abs=1e-3)
     assert more.median == pytest.approx(again_s * 1e6, abs=1e-3)
+
+
+def test_what_reads_take_of_a_pass_is_counted_for_each(monkeypatch):
+    model = Model()
+    model.landing_s = 4e-3
+    assert passes(model, monkeypatch).beside(model, 2, 4, 0.0).median == pytest.approx(4000)
