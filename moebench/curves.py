@@ -34,6 +34,7 @@ CURVES = {
         "row_counts",
         "a layer of the calibrated model without its experts, so many tokens cached",
     ),
+    "first_layers": (TIME, "sequences", "row_counts", "as layers, in the pass that begins so many sequences"),
 }
 
 

@@ -67,9 +67,24 @@ STACK_NUMBERS = {"per_load_ms": "ms", "host_sync_us": "us", "layer_floor_us": "u
 # What the loop itself takes, 0 where it is not declared: of a pass, of a layer, of an expert that is resident, of a
 # hook that is called; wait_us is what waiting in a layer adds to that: it goes on with cold caches. Of the library's
 # time: pass_us for a pass beside its layers (masks, embedding, head), cold_us for the first wait in a layer, again_us
-# for each further one, beside_us for each read that lands while it computes.
+# for each further one, beside_us for each read that lands while it computes, adapter_us for each low-rank adapter,
+# expert_us for each expert beside its kernels in a pass of one row, gather_us in a pass of several.
 LOOP_NUMBERS = dict.fromkeys(
-    ("step_us", "layer_us", "request_us", "wait_us", "hook_us", "pass_us", "cold_us", "again_us", "beside_us"), "us"
+    (
+        "step_us",
+        "layer_us",
+        "request_us",
+        "wait_us",
+        "hook_us",
+        "pass_us",
+        "cold_us",
+        "again_us",
+        "beside_us",
+        "adapter_us",
+        "expert_us",
+        "gather_us",
+    ),
+    "us",
 )
 SECTIONS = ("memory", "storage", "bandwidth", "compute")
 KEYS = {"id", "title", "match", "model", "engine", "stack", "unified", "read_curve", "stacks", *SECTIONS}
@@ -96,6 +111,9 @@ class Stack:
     cold_us: float = 0.0
     again_us: float = 0.0
     beside_us: float = 0.0
+    adapter_us: float = 0.0
+    expert_us: float = 0.0
+    gather_us: float = 0.0
 
     @property
     def transferred(self) -> dict[str, str]:

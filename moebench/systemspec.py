@@ -58,7 +58,8 @@ class Target:
 class Equipment:
     """What a system brings to a run besides its code: fitted files and what follows from them.
 
-    ``held_bytes`` is booked in the ledger, by category; ``adapters`` are served by the backend; ``top_k`` experts run
+    ``held_bytes`` is booked in the ledger, by category; ``adapters`` are served by the backend; ``adapted`` counts the
+    projections that have one beside them, in a replay too; ``top_k`` experts run
     per token and layer where that is not the model's own number; ``draft`` is the folder of a dense model of the same
     vocabulary, which a live run loads, books and hands to the system as ``RunContext.drafter``; ``acceptance`` says how
     deep drafts hold in a replay of a trace that has none (there the system books what its draft model would hold);
@@ -74,6 +75,11 @@ class Equipment:
     content: Any = None
     draft: str | Path | None = None
     acceptance: Acceptance | None = None
+    adapted: int = 0
+
+    def __post_init__(self) -> None:
+        if self.adapters is not None and self.adapted != len(self.adapters.pairs):
+            raise ValueError(f"equipment counts {self.adapted} of {len(self.adapters.pairs)} adapters")
 
 
 @dataclass(frozen=True, eq=False)

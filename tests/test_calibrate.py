@@ -27,7 +27,7 @@ from moebench.hardware import LOOP_NUMBERS, HardwareError
 from moebench.hookspecs import hookimpl
 from moebench.machine import detect
 from moebench.plugins import load_plugins
-from moebench.probes import beside, drift, drive, file, host, kernels, loop, memory, processor
+from moebench.probes import beside, drift, drive, file, host, kernels, live, loop, memory, passes, processor
 from moebench.probes.file import ProbeFile
 from moebench.probes.reads import Reader
 from moebench.probes.record import Record
@@ -45,7 +45,8 @@ SMALL = {
         "COPIES": (16 * KIB, 64 * KIB), "WIDTHS": (64, 128), "DENSE_ROWS": (1, 4), "EXPERT_ROWS": (1, 4),
         "SHAPES": ((128, 64), (256, 128)),
     },
-    host: {"CONTEXTS": (1, 4), "PASS_ROWS": (1, 4), "LOOP_TURNS": 1, "HOOK_TURNS": 0},
+    host: {"LOOP_TURNS": 1, "HOOK_TURNS": 0}, live: {"TURNS": 1},
+    passes: {"CONTEXTS": (1, 4), "ROWS": (1, 4), "FIRST_ROWS": (1, 4)},
     kernels: {"AREA": MIB, "MOST": 8}, memory: {"AREA": 4 * MIB}, file: {"MOST_EXPERTS": 512}, beside: {"PAIRS": 1},
     drift: {"INTERVALS": 4, "ENDS": 1},
 }  # fmt: skip

@@ -11,13 +11,14 @@ import pytest
 from engine_fixtures import make_trace
 
 import moebench
+from moebench.backends.base import Adapters
 from moebench.errors import UsageError
 from moebench.geometry import load
 from moebench.plugins import load_plugins
 from moebench.systems.edge0 import Edge0Config
 from moebench.systems.edge0.equipment import CHANNEL, equip
 from moebench.systems.edge0.heads import head_parameters
-from moebench.systemspec import Target
+from moebench.systemspec import Equipment, Target
 from moebench.trace.synthetic import SyntheticSpec, synthesize
 
 SHORT = {"requests": 1, "prompt_tokens": 8, "new_tokens": 20}
@@ -81,6 +82,17 @@ def test_heads_and_adapters_are_in_the_ledger_and_on_the_clock(usual):
     with_adapters, without = (rows(**native, **{"system.lora": on})[0] for on in (True, False))
     computed, bare = (row.details["split_ms_per_token"]["compute"] for row in (with_adapters, without))
     assert computed > bare  # while they compute, reads go on: the whole need not be slower
+
+
+def test_adapters_are_counted_wherever_they_are_served():
+    spec, geometry = load_plugins().system("edge0"), load(load_plugins().model_path(LARGE))
+    trace = synthesize(SyntheticSpec(layers=40, experts=256, top_k=8, sequences=1, prefill=4, decode=8))
+    told = [spec.equip(Edge0Config(**knobs), Target(LARGE, geometry, trace=trace)).adapted for knobs in (
+        {}, {"prerouter": False}, {"lora": False},
+    )]  # fmt: skip
+    assert told == [310, 310, 0]
+    with pytest.raises(ValueError, match="counts 2 of 1 adapters"):
+        Equipment(adapters=Adapters(1.0, {"x": (np.zeros((1, 2)), np.zeros((2, 1)))}), adapted=2)
 
 
 def test_a_cap_on_memory_counts_heads_and_adapters():

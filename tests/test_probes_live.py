@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from moebench.backends.base import Adapters
 from moebench.probes import live
 from moebench.probes.live import Passes, Resident
 from moebench.step import Routing
@@ -25,15 +26,22 @@ class Model:
     def __init__(self, cold_s: float = 0.0, again_s: float = 0.0) -> None:
         self.cold_s, self.again_s, self.now, self.waits, self.begun, self.landing_s = cold_s, again_s, 0.0, 0, 0, 0.0
         self.pack = SimpleNamespace(keys=8, slot_bytes=4096)
+        self.opening_s = self.adapter_s = 0.0
+        self.served: Adapters | None = None
 
     def reset(self, batch):
         pass
 
+    def adapt(self, adapters):
+        self.served = adapters
+
     def forward(self, step, tokens, server):
         self.now += self.landing_s * self.begun
+        if self.served is not None:
+            self.now += self.adapter_s * len(self.served.pairs)
         experts = np.tile(np.arange(TOP_K), (step.rows, 1))
         for layer in range(LAYERS):
-            self.now += DENSE_S
+            self.now += DENSE_S + self.opening_s * (step.position[0] == 0)
             self.waits = 0
             _, coming = server.serve(layer, None, Routing(experts, np.ones(experts.shape, np.float32)))
             for _ in coming:
@@ -71,12 +79,11 @@ def passes(model, monkeypatch, expert_s=lambda rows: 0.0) -> Passes:
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_a_layer_is_all_that_its_experts_are_not_and_a_pass_is_the_sum_of_its_parts(rows, monkeypatch):
+def test_a_pass_is_the_sum_of_layers_experts_and_the_rest(rows, monkeypatch):
     for known in (0.0, EXPERT_S):
         found = passes(Model(), monkeypatch, lambda rows, known=known: known * rows)
-        for layer, beside in found.sample(1, rows, 0.0):
-            assert layer == pytest.approx((DENSE_S + TOP_K * rows * (EXPERT_S - known)) * 1e6)
-            assert beside == pytest.approx(HEAD_S * 1e6)
+        for parts in found.sample(1, rows, 0.0):
+            assert parts == pytest.approx((DENSE_S * 1e6, HEAD_S * 1e6, rows * (EXPERT_S - known) * 1e6), abs=1e-3)
 
 
 @pytest.mark.parametrize(("cold_s", "again_s"), [(0.0, 0.0), (3e-3, 0.0), (0.0, 2e-3), (3e-3, 2e-3)])
@@ -91,3 +98,19 @@ def test_what_reads_take_of_a_pass_is_counted_for_each(monkeypatch):
     model = Model()
     model.landing_s = 4e-3
     assert passes(model, monkeypatch).beside(model, 2, 4, 0.0).median == pytest.approx(4000)
+
+
+def test_a_pass_that_begins_a_sequence_is_told_from_later_ones(monkeypatch):
+    model = Model()
+    model.opening_s = 7e-3
+    found = passes(model, monkeypatch, lambda rows: EXPERT_S * rows)
+    assert [parts.layer for parts in found.first(4, 0.0)] == [pytest.approx((DENSE_S + 7e-3) * 1e6)]
+    assert {round(parts.layer) for parts in found.sample(2, 4, 0.0)} == {round(DENSE_S * 1e6)}
+
+
+def test_what_adapters_add_is_counted_for_each_and_none_stay(monkeypatch):
+    model, pair = Model(), (np.zeros((1, 4)), np.zeros((4, 1)))
+    model.adapter_s = 5e-5
+    found = passes(model, monkeypatch).adapted(Adapters(1.0, {"q": pair, "k": pair, "v": pair}), 4, 0.0)
+    assert found.median == pytest.approx(50)
+    assert model.served is None

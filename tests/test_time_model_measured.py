@@ -79,6 +79,48 @@ def test_layers_and_experts_are_taken_from_their_curves():
     assert four - one == pytest.approx(3 * (300e-6 + 2 * 150e-6))
 
 
+@pytest.mark.parametrize(("tokens", "rows", "us"), [(4, 4, 900.0), (5, 4, 400.0), (8, 8, 1800.0), (64, 1, 100.0)])
+def test_a_pass_that_begins_its_sequences_has_a_curve_of_its_own(tokens, rows, us):
+    def change(data):
+        data["curves"] = {
+            "layers": curve("us", [[100.0, 400.0], [100.0, 400.0]], context=[1.0, 64.0], row_counts=[1, 4]),
+            "first_layers": curve("us", [[100.0, 900.0, 1800.0]], sequences=[1.0], row_counts=[1, 4, 8]),
+        }
+
+    clock, state = VirtualTimeline(costs(change)), tokens * GEOMETRY.kv_bytes_per_token
+    clock.compute_dense(1, rows, state, final=False)
+    dense = max(BARE.dense_layer_s, rows * BARE.dense_row_s) + state * BARE.state_byte_s
+    assert clock.now() - dense == pytest.approx(us * 1e-6)
+
+
+@pytest.mark.parametrize(("rows", "name"), [(1, "expert_us"), (4, "gather_us")])
+def test_each_expert_takes_its_dispatch_beside_its_kernels(rows, name):
+    more = costs(lambda data: data["stacks"][STACK].update({name: number(10.0, "us")}))
+    assert passed(more, rows=rows) - passed(BARE, rows=rows) == pytest.approx(3 * 2 * 10e-6)
+    assert passed(more, rows=5 - rows) == passed(BARE, rows=5 - rows)
+
+
+def test_a_measured_loop_goes_through_experts_that_are_computed_where_they_are_mapped():
+    mapped = replace(USE, engine="mmap", in_place=True)
+    declared, measured = (
+        costs(lambda data, own=own: data["stacks"][STACK].update(own), mapped).load_host_s
+        for own in ({}, {"step_us": number(10.0, "us")})
+    )
+    assert (declared, measured) == (0, BARE.load_host_s)
+
+
+@pytest.mark.parametrize("adapters", [0, 5])
+def test_each_adapter_takes_what_was_measured_for_one(adapters):
+    data = copy.deepcopy(PLAIN)
+    data["stacks"][STACK]["adapter_us"] = number(10.0, "us")
+    data["curves"] = {"layers": curve("us", [[100.0]], context=[1.0], row_counts=[1])}
+    profile = hardware.from_dict(data, "more")
+    found = [build(profile, GEOMETRY, USE, adapters=count) for count in (0, adapters)]
+    took = [passed(one, layers=GEOMETRY.layers, experts=0) for one in found]
+    assert took[1] - took[0] == pytest.approx(adapters * 10e-6)
+    assert passed(reads_only(found[1])) == passed(reads_only(found[0]))
+
+
 def test_compute_goes_slower_while_storage_reads_and_only_then():
     slowed = costs(lambda data: data["compute"].update({"beside_reads": number(0.5, "share")}))
     took = BARE.expert_s

@@ -66,6 +66,7 @@ def modeled_costs(frame: Frame, held_bytes: int, dense_bits: float | None) -> Co
         dense_bits,
         "" if config.stack == "auto" else config.stack,
         frame.equipment.held_bytes.get("adapters", 0),
+        frame.equipment.adapted,
         tiers=1 + frame.two_tiers,
         on_host=frame.handling.on_host,
     )

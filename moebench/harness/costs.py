@@ -25,6 +25,7 @@ BLOCK_BYTES = MIB  # demand pre-empts prefetch at this granularity
 COMPUTE = (
     "dense_layer_s", "dense_row_s", "head_s", "state_byte_s", "expert_s", "expert_row_s", "layer_floor_s", "byte_s",
     "host_sync_s", "host_expert_s", "host_row_s", "host_trip_s", "on_chip_s", "pass_s", "cold_s", "again_s", "beside_s",
+    "adapters_s",
 )  # fmt: skip
 KERNELS_BESIDE = ("compute.beside_reads", "storage.read_beside_compute")
 READ_BESIDE_LAYERS = "storage.read_beside_layers"
@@ -81,13 +82,14 @@ def build(
     dense_bits: float | None = None,
     stack_name: str = "",
     adapter_bytes: int = 0,
+    adapters: int = 0,
     tiers: int = 1,
     on_host: bool = False,
 ) -> Costs:
     """Costs of one run.
 
-    ``adapter_bytes`` stream beside the dense weights. Two ``tiers`` on one memory copy within it; ``on_host``: the
-    host's processor computes experts too.
+    ``adapter_bytes`` stream beside the dense weights, and each of ``adapters`` takes the library's time where that was
+    measured. Two ``tiers`` on one memory copy within it; ``on_host``: the host's processor computes experts too.
     Storage: an expert takes the sum over its pieces of piece / bandwidth(piece size, depth); an mmap engine faults one
     readahead window at a time from one thread. Compute: a layer streams its dense weights once a pass and each active
     expert once, or is bound by arithmetic, and takes no less than the software stack's floor; each load costs the host
@@ -111,6 +113,7 @@ def build(
         read_s = (0.0, *[cold] * len(depths))
     else:
         read_s = (0.0, *[sum(p / (reads_by.gb_s(p, d) * GB) for p in use.pieces) for d in depths])
+    loads = not use.in_place or stack.step_us > 0  # a loop that was measured goes through every expert all the same
     unified, chip = profile.unified, profile.declares("bandwidth.on_chip_gb_s")
     within = 2 / (profile.dram_gb_s * GB) if tiers == 2 else 0.0  # a copy in one memory reads and writes
     up, down = (within, within) if unified else (1 / (profile.h2d_gb_s * GB), 1 / (profile.d2h_gb_s * GB))
@@ -119,7 +122,7 @@ def build(
         expert_bytes=geometry.expert_bytes,
         read_s=read_s,
         block_s=(1.0 if use.whole else min(1.0, BLOCK_BYTES / read_bytes)) * read_s[1],
-        load_host_s=0.0 if use.in_place else stack.per_load_ms * 1e-3,
+        load_host_s=stack.per_load_ms * 1e-3 if loads else 0.0,
         cached_s=_cached_s(profile, geometry, use),
         page_cache_bytes=0 if use.engine in DIRECT else use.page_cache_bytes,
         copy_s=geometry.expert_bytes * up,
@@ -156,6 +159,8 @@ def build(
         cold_s=stack.cold_us * 1e-6,
         again_s=stack.again_us * 1e-6,
         beside_s=stack.beside_us * 1e-6,
+        adapters_s=stack.adapter_us * adapters / geometry.layers * 1e-6,
+        dispatch_s=(stack.expert_us * 1e-6, stack.gather_us * 1e-6),
         library_s=_library_s(profile, geometry),
         expert_rows_s=_expert_rows_s(profile, geometry),
         experts_beside=_experts_beside(profile, geometry),
@@ -169,7 +174,7 @@ def build(
 def reads_only(costs: Costs) -> Costs:
     """The costs of a run in which nothing computes: what storage, link and loop take is left."""
     nothing = dict.fromkeys(COMPUTE, 0.0)
-    return replace(costs, **nothing, library_s=None, expert_rows_s=None)
+    return replace(costs, **nothing, dispatch_s=(0.0, 0.0), library_s=None, expert_rows_s=None)
 
 
 def _cached_s(profile: HardwareProfile, geometry: Geometry, use: StorageUse) -> float:
@@ -189,11 +194,20 @@ def _ahead_s(profile: HardwareProfile, use: StorageUse) -> tuple[float, ...]:
 
 
 def _library_s(profile: HardwareProfile, geometry: Geometry) -> Callable[[int, int], float] | None:
-    """What a layer without its experts takes of the library, by bytes of cache and rows; the curve counts tokens."""
+    """What a layer without its experts takes of the library, by bytes of cache and rows; the curves count tokens.
+
+    A pass that leaves no more tokens in the cache than it has rows begins its sequences.
+    """
     if "layers" not in profile.curves:
         return None
-    curve, each, fixed = profile.curves["layers"], max(1, geometry.kv_bytes_per_token), geometry.fixed_state_bytes
-    return lambda state_bytes, rows: curve.seconds(max(1.0, (state_bytes - 2 * fixed) / each), rows)
+    later, first = profile.curves["layers"], profile.curves.get("first_layers")
+    each, fixed = max(1, geometry.kv_bytes_per_token), geometry.fixed_state_bytes
+
+    def seconds(state_bytes: int, rows: int) -> float:
+        tokens = max(1.0, (state_bytes - 2 * fixed) / each)
+        return first.seconds(1, rows) if first is not None and tokens <= rows else later.seconds(tokens, rows)
+
+    return seconds
 
 
 def _declared(profile: HardwareProfile, name: str) -> float:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,22 +14,15 @@ from typing import Any
 
 import psutil
 
-from moebench.curves import TimeCurve
 from moebench.machine import detect
-from moebench.probes import beside, drive, kernels, processor
+from moebench.probes import drive, passes, processor
 from moebench.probes.file import ProbeFile
 from moebench.probes.loop import hook_call, overheads
-from moebench.probes.reads import grid
 from moebench.probes.record import Record
 from moebench.probes.samples import Samples
 from moebench.scratch import own_folder
-from moebench.sourced import curves
-from moebench.store.engines import open_engine
-from moebench.units import GIB, KIB, PAGE
+from moebench.units import GIB, PAGE
 
-CONTEXTS, PASS_ROWS = (1, 64, 512), (1, 4, 32)
-PASS_CONTEXT, SMALL_READ, SMALL_DEPTH = 32, 16 * KIB, 4  # of a small model that decodes beside reads
-LANDING = 8  # reads in a pass
 LOOP_TURNS = 5
 HOOK_TURNS = 2
 BUSY = 0.05  # of the processors, taken by others: more than a system's own housekeeping
@@ -58,8 +50,11 @@ def measure(where: Where, record: Record) -> dict[str, Any]:
         storage |= writes
         processor.contention(file, folder / "writes", record, storage, compute)
         stack = _loop(file, record)
-        _live(where.model, file, record, stack, storage)
-    hooks, live_hooks = _hooks(record)
+        computed = passes.measure(where.model, file, record)
+        stack |= computed.stack
+        storage |= computed.storage
+    hooks = _hooks(record, "replay of tinymoe's routing", computes=False)
+    live_hooks = _hooks(record, "run of tinymoe", computes=True)
     processor.sustained(record, compute)
     _absent(record, machine.gpu)
     if (share := others.share()) > BUSY:
@@ -125,87 +120,20 @@ def _loop(file: ProbeFile, record: Record) -> dict[str, Any]:
     return found
 
 
-def _hooks(record: Record) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What one hook of each system takes, in replays and where a model computes; two seconds a system and turn, beside
-    what the other parts may take.
+def _hooks(record: Record, work: str, computes: bool) -> dict[str, Any]:
+    """What one hook of each system takes in measured runs, where a model ``computes`` or in replays; two seconds a
+    system and turn, beside what the other parts may take.
     """
     from moebench.probes.systems import hook_calls
 
-    found: list[dict[str, Any]] = [{}, {}]
-    for at, (what, kind) in enumerate((("replay of tinymoe's routing", "hooks"), ("run of tinymoe", "live hooks"))):
-        with record.part(kind, 0.0):
-            taken, refused = hook_calls(HOOK_TURNS, computes=kind == "live hooks")
-            text = f"a hook of {{}} in a measured {what}, mean over its hooks"
-            found[at] = {name: record.number(us, "us", text.format(name)) for name, us in taken.items()}
-            record.unmeasured |= {f"{kind} of {name}": why for name, why in refused.items()}
-    return found[0], found[1]
-
-
-def _live(
-    load: Callable[[], Any], file: ProbeFile, record: Record, stack: dict[str, Any], storage: dict[str, Any]
-) -> None:
-    with record.part("layers", 0.06) as seconds:
-        from moebench.harness.backend import open_backend
-        from moebench.probes.live import Passes
-
-        model = load()
-        backend = open_backend("torch", model, threads=processor.computing())
-        expert_s = _expert_s(record, model.geometry)
-        passes = Passes(backend, model.pack, model.geometry.vocabulary, expert_s)
-        contexts = [context for context in CONTEXTS if context + 8 * max(PASS_ROWS) <= model.positions]
-        points = [(context, rows) for context in contexts for rows in PASS_ROWS]
-        rest: list[float] = []
-
-        def layer(context: int, rows: int, each: float) -> float:
-            found = passes.sample(context, rows, each)
-            rest.extend(beyond for _, beyond in found if rows == 1)
-            return statistics.median(without for without, _ in found)
-
-        layers = grid(points, layer, seconds / 2)
-        name = model.geometry.name
-        record.curve(
-            "layers",
-            layers,
-            f"layers of {name}, row-invariant, without their experts, threads: {processor.computing()}",
-        )
-        floor = layers[contexts[min(1, len(contexts) - 1)], 1]
-        text = f"a layer of {name} on one row without its experts: the library's own time, {contexts[1]} tokens cached"
-        stack["layer_floor_us"] = record.number(floor, "us", text)
-        text = f"a pass of {name} on one row beside its layers: masks, embedding, head, choice of the token"
-        stack["pass_us"] = record.number(Samples(tuple(rest)), "us", text)
-        with open_engine("direct", file.pack(SMALL_READ)) as engine:
-            first, more = passes.waits(engine, PASS_CONTEXT, seconds / 6)
-            longer = passes.beside(engine, LANDING, PASS_CONTEXT, seconds / 6)
-        text = (
-            f"what a layer of {name} takes longer that waits for a read of {SMALL_READ // KIB} KiB, the wait left out"
-        )
-        stack["cold_us"] = record.number(first, "us", text)
-        text = "the same for each further read of a layer, begun with the first and waited for after it"
-        stack["again_us"] = record.number(more, "us", text)
-        reads = f"{LANDING} direct reads of {SMALL_READ // KIB} KiB"
-        text = f"what a pass of {name} takes longer for each of {reads} that were begun before it"
-        stack["beside_us"] = record.number(longer, "us", text)
-        background = beside.reading(file, SMALL_READ, SMALL_DEPTH)
-        both = beside.shares(lambda time: passes.speed(PASS_CONTEXT, time), background, seconds / 6)
-        what = f"decode passes of {name} without reads of their own"
-        reads = f"direct reads of {SMALL_READ // KIB} KiB, {SMALL_DEPTH} queued"
-        text = f"{reads}, rate over their rate alone, beside {what}"
-        storage["read_beside_layers"] = record.number(both.second, "share", text)
-    if "layer_floor_us" not in stack:
-        dispatch = kernels.small_operation(0.1)
-        text = f"60 tensor operations at {dispatch.median:.2f} us, as no model's layer could be measured"
-        sixty = Samples(tuple(60 * us for us in dispatch.values))
-        stack["layer_floor_us"] = record.number(sixty, "us", text, "estimate")
-
-
-def _expert_s(record: Record, geometry: Any) -> Callable[[int], float]:
-    """What an expert of the model takes by its rows, from the curve that was just measured; nothing without one."""
-    name = f"experts.{geometry.quant}"
-    if name not in record.curves:
-        return lambda rows: 0.0
-    curve = curves({name: record.curves[name]}, "calibrate")[name]
-    assert isinstance(curve, TimeCurve)
-    return lambda rows: curve.seconds(geometry.expert_bytes / KIB, rows)
+    kind = "live hooks" if computes else "hooks"
+    found: dict[str, Any] = {}
+    with record.part(kind, 0.0):
+        taken, refused = hook_calls(HOOK_TURNS, computes)
+        for name, us in taken.items():
+            found[name] = record.number(us, "us", f"a hook of {name} in a measured {work}, mean over its hooks")
+        record.unmeasured |= {f"{kind} of {name}": why for name, why in refused.items()}
+    return found
 
 
 def _absent(record: Record, gpu: str) -> None:

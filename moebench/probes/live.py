@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from moebench.backends.base import Adapters
 from moebench.probes.samples import Samples
 from moebench.step import DECODE, PREFILL, Routing, Step
 from moebench.store.block_queue import DEMAND
@@ -19,6 +20,7 @@ from moebench.store.engines import ReadEngine
 from moebench.store.pages import aligned_buffer
 
 PASSES = 5  # measured on one growing context before it is built anew
+TURNS = 3  # at least
 PIECE = 32  # tokens of a pass that builds a context
 
 
@@ -58,10 +60,18 @@ class Resident:
         self.marks.append((asked, time.perf_counter(), rows))
 
 
-class Passes:
-    """Runs passes of a backend over random tokens. ``expert_s(rows)`` is what one expert is known to take, so that a
-    layer's own time is all the rest of it: with what brings rows to experts and back.
+class Parts(NamedTuple):
+    """Microseconds of a pass: of a layer without its experts, of the pass beside its layers, and what each expert takes
+    beyond its kernels, such as bringing rows to it and back.
     """
+
+    layer: float
+    beside: float
+    each: float
+
+
+class Passes:
+    """Runs passes of a backend over random tokens. ``expert_s(rows)`` is what an expert's kernels are known to take."""
 
     def __init__(
         self, backend: Any, pack: Any, vocabulary: int, expert_s: Callable[[int], float] = lambda rows: 0.0
@@ -69,11 +79,9 @@ class Passes:
         self.backend, self.server, self.vocabulary, self.expert_s = backend, Resident(pack), vocabulary, expert_s
         self._generator = np.random.default_rng(0)
 
-    def sample(self, context: int, rows: int, seconds: float) -> list[tuple[float, float]]:
-        """(microseconds of a layer without experts, of the pass beside its layers) of passes of ``rows`` tokens that
-        begin with about ``context`` tokens cached.
-        """
-        found: list[tuple[float, float]] = []
+    def sample(self, context: int, rows: int, seconds: float) -> list[Parts]:
+        """Of passes of ``rows`` tokens that begin with about ``context`` tokens cached."""
+        found: list[Parts] = []
         until = time.perf_counter() + seconds
         while not found or time.perf_counter() < until:
             self.backend.reset(1)
@@ -85,6 +93,38 @@ class Passes:
                 past += self._forward(past, rows, DECODE if rows == 1 else PREFILL)
                 found.append(self._parts(begun, time.perf_counter()))
         return found
+
+    def first(self, rows: int, seconds: float) -> list[Parts]:
+        """Of passes of ``rows`` tokens that each begin a sequence."""
+        found: list[Parts] = []
+        until = time.perf_counter() + seconds
+        while not found or time.perf_counter() < until:
+            self.backend.reset(1)
+            begun = time.perf_counter()
+            self._forward(0, rows, PREFILL)
+            found.append(self._parts(begun, time.perf_counter()))
+        return found
+
+    def adapted(self, adapters: Adapters, context: int, seconds: float) -> Samples:
+        """Microseconds that each of ``adapters`` adds to a pass of one row: of turns of passes without and with them;
+        none are left.
+        """
+        found: list[float] = []
+        past, until = 0, time.perf_counter() + seconds
+        while len(found) < TURNS or time.perf_counter() < until:
+            took: list[float] = []
+            for served in (None, adapters):
+                self.backend.adapt(served)
+                each: list[float] = []
+                for _ in range(2 * PASSES):
+                    past = self._about(past, context)
+                    begun = time.perf_counter()
+                    past += self._forward(past, 1, DECODE)
+                    each.append(time.perf_counter() - begun)
+                took.append(float(np.median(each)))
+            found.append(max(0.0, took[1] - took[0]) / len(adapters.pairs) * 1e6)
+        self.backend.adapt(None)
+        return Samples(tuple(found))
 
     def speed(self, context: int, seconds: float) -> float:
         """Passes of one row a second, from about ``context`` tokens cached on."""
@@ -173,9 +213,11 @@ class Passes:
         self.backend.forward(step, tokens, self.server).argmax(-1)
         return width
 
-    def _parts(self, begun: float, ended: float) -> tuple[float, float]:
-        asked = [asks for asks, _, _ in self.server.marks]
-        experts = [sum(map(self.expert_s, rows)) for _, _, rows in self.server.marks]
-        layer = float(np.median(np.diff(asked) - experts[:-1]))
-        outer = asked[0] - begun + ended - asked[-1] - experts[-1]  # of the first layer what comes before it asks
-        return max(0.0, layer) * 1e6, max(0.0, outer - layer) * 1e6
+    def _parts(self, begun: float, ended: float) -> Parts:
+        marks = self.server.marks
+        asked, through = np.array([(asks, done) for asks, done, _ in marks]).T
+        layer = float(np.median(asked[1:] - through[:-1]))
+        outer = asked[0] - begun + ended - through[-1]  # one layer's is in it
+        kernels = sum(sum(map(self.expert_s, rows)) for _, _, rows in marks)
+        each = ((through - asked).sum() - kernels) / sum(len(rows) for _, _, rows in marks)
+        return Parts(*(max(0.0, seconds) * 1e6 for seconds in (layer, outer - layer, each)))

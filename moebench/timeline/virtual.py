@@ -21,6 +21,7 @@ class VirtualTimeline(ModeledStorage):
         self._link_free = {"host": 0.0, "device": 0.0}  # the link carries both directions at once
         self._host_free, self._host_busy = 0.0, False
         self._waited = False  # since the layer began
+        self._several = False  # rows in this pass
         self._calls = 0  # of the system's hooks, as far as they were charged
         self._unit_free = 0.0  # when the accelerator's arithmetic is through with what it was handed
 
@@ -129,9 +130,10 @@ class VirtualTimeline(ModeledStorage):
     def _experts_s(self, count: int, rows: int) -> float:
         """Seconds of ``count`` experts over ``rows`` pairs by themselves."""
         costs = self.costs
+        each = costs.dispatch_s[self._several]
         if costs.expert_rows_s is not None:
-            return count * costs.expert_rows_s(rows / count) if count else 0.0
-        return max(count * costs.expert_s, rows * costs.expert_row_s)
+            return count * (costs.expert_rows_s(rows / count) + each) if count else 0.0
+        return max(count * costs.expert_s, rows * costs.expert_row_s) + count * each
 
     def _compute(self, took: float, beside: tuple[float, float], what: str, of: int = 0) -> None:
         """Work of ``took`` seconds by itself; beside reads both go at their shares of their speed."""
@@ -190,11 +192,11 @@ class VirtualTimeline(ModeledStorage):
         floor.
         """
         costs = self.costs
-        self._waited = False
+        self._waited, self._several = False, rows > 1
         if layers:
             busy = max(costs.dense_layer_s, rows * costs.dense_row_s) + state_bytes * costs.state_byte_s
             if costs.library_s is not None:  # nothing of it goes on beside: it adds up
-                took = layers * (busy + costs.library_s(state_bytes, rows))
+                took = layers * (busy + costs.library_s(state_bytes, rows) + costs.adapters_s)
                 self._compute(took, (1.0, costs.reads_beside_layers), "dense", layers)
             else:
                 end = self._now + layers * max(busy, costs.layer_floor_s)

@@ -35,23 +35,26 @@ RANK = 16
 
 @dataclass(frozen=True)
 class Tier:
-    """How the paper serves one model; layers are MoE layers from 0. ``adapter_bytes`` of its LoRA file."""
+    """How the paper serves one model; layers are MoE layers from 0. ``adapter_bytes`` of its LoRA file, beside so many
+    projections (``adapted``).
+    """
 
     top_k: int
     consumers: tuple[int, ...]
     first_token: str
     adapter_bytes: int
+    adapted: int
     source: str
 
 
 TIERS = {
     "qwen3.6-35b-a3b": Tier(
-        4, consumers_from(7, 40), "gate", 42_000_000,
+        4, consumers_from(7, 40), "gate", 42_000_000, 310,
         PAPER,
     ),
-    # Its first layer is dense: model layers 8..23 are MoE layers 7..22. The LoRA's size goes by its 153 modules of 310.
+    # Its first layer is dense: model layers 8..23 are MoE layers 7..22. The LoRA's size goes by its modules.
     "ling-3.0-tiny-8b": Tier(
-        8, consumers_from(7, 23, last=True), "heads", 20_700_000,
+        8, consumers_from(7, 23, last=True), "heads", 20_700_000, 153,
         f"{PAPER}; the LoRA's size by its modules",
     ),
 }  # fmt: skip
@@ -123,14 +126,14 @@ def _live(config: Edge0Config, target: Target) -> Equipment:
     found = artefacts.load(folder, adapters=config.lora)
     artefacts.check(found, target, k)
     first_token = found.plan.first_token if config.first_token == "auto" else config.first_token
-    held, files = {}, {}
+    held, files, adapted = {}, {}, 0
     if config.prerouter:
         held["predictor"] = found.nbytes * (target.number_bytes or FP16) // FP16
         files["prerouter"] = read_header(folder / artefacts.PREROUTER)["digest"]
     if config.lora:
         if found.adapters is None:
             raise UsageError(f"{folder} has no adapters; set system.lora=false")
-        held["adapters"] = found.adapters.nbytes
+        held["adapters"], adapted = found.adapters.nbytes, len(found.adapters.pairs)
         files["lora"] = read_header(folder / artefacts.LORA)["digest"]
 
     def heads(ops: Any) -> Predictor:
@@ -141,7 +144,7 @@ def _live(config: Edge0Config, target: Target) -> Equipment:
     content = Content(law, found.plan if config.prerouter else None, one, heads)
     shipped = Path(str(resources.files(__package__))) in folder.resolve().parents
     notes = () if shipped else (f"fitted files: {folder.name} of one's own, not the shipped ones",)
-    return Equipment(held, found.adapters if config.lora else None, k, notes, files, content)
+    return Equipment(held, found.adapters if config.lora else None, k, notes, files, content, adapted=adapted)
 
 
 def _replayed(config: Edge0Config, target: Target) -> Equipment:
@@ -154,12 +157,12 @@ def _replayed(config: Edge0Config, target: Target) -> Equipment:
         where = f"{CHANNEL} holds" if channel is not None and not config.k else "system.k asks for"
         raise UsageError(f"{where} {k} experts for each token, the trace's router chose {trace.top_k}")
     tier = TIERS.get(geometry.name) or _assumed_tier(geometry)
-    held, notes = {}, []
+    held, notes, adapted = {}, [], 0
     if config.lora:
-        held["adapters"] = tier.adapter_bytes
+        held["adapters"], adapted = tier.adapter_bytes, tier.adapted
         notes.append(f"assumed: adapters of {tier.adapter_bytes / 1e6:.1f} MB ({tier.source})")
     if not config.prerouter:
-        return Equipment(held, None, k, tuple(notes), content=Content(None, None, 0, None))
+        return Equipment(held, None, k, tuple(notes), content=Content(None, None, 0, None), adapted=adapted)
     plan = Plan(geometry.layers, k, tier.consumers, tier.first_token)
     if channel is not None:
         if channel.shape[2] != k:
@@ -177,12 +180,13 @@ def _replayed(config: Edge0Config, target: Target) -> Equipment:
     one = FP16 * head_parameters(geometry.hidden, geometry.experts)
     held["predictor"] = one * len(plan.owners)
     content = Content(None, plan, one, lambda ops: Recorded(trace, channel, first_token))
-    return Equipment(held, None, k, tuple(notes), content=content)
+    return Equipment(held, None, k, tuple(notes), content=content, adapted=adapted)
 
 
 def _assumed_tier(geometry: Geometry) -> Tier:
     """For a model the paper does not serve: its 35B tier's shares, and a LoRA on four square projections a layer."""
     first = max(1, math.ceil(FIRST_SHARE * geometry.layers))
-    size = geometry.layers * 4 * RANK * 2 * geometry.hidden * FP16
+    adapted = 4 * geometry.layers
+    size = adapted * RANK * 2 * geometry.hidden * FP16
     text = "the shares of the paper's 35B model"
-    return Tier(max(1, geometry.top_k // 2), consumers_from(first, geometry.layers), "gate", size, text)
+    return Tier(max(1, geometry.top_k // 2), consumers_from(first, geometry.layers), "gate", size, adapted, text)
