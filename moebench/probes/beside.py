@@ -69,10 +69,13 @@ class Background:
             raise failed[0]
 
 
-def shares(foreground: Callable[[float], float], background: Background, seconds: float) -> Both:
+def shares(
+    foreground: Callable[[float], float], background: Background, seconds: float, pairs: int | None = None
+) -> Both:
     """What both reach side by side over what each reaches alone; ``foreground`` returns its rate."""
-    first, second, each = [], [], seconds / (3 * PAIRS)
-    for _ in range(PAIRS):
+    pairs = pairs or PAIRS
+    first, second, each = [], [], seconds / (3 * pairs)
+    for _ in range(pairs):
         alone = foreground(each)
         with background.running():
             time.sleep(each)

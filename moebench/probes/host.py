@@ -17,13 +17,13 @@ import psutil
 from moebench.machine import detect
 from moebench.probes import drive, passes, processor
 from moebench.probes.file import ProbeFile
-from moebench.probes.loop import hook_call, overheads
+from moebench.probes.loop import Overheads, hook_call, overheads
 from moebench.probes.record import Record
 from moebench.probes.samples import Samples
 from moebench.scratch import own_folder
 from moebench.units import GIB, PAGE
 
-LOOP_TURNS = 5
+TURNS = 5  # of loop and model, between the other parts
 HOOK_TURNS = 2
 BUSY = 0.05  # of the processors, taken by others: more than a system's own housekeeping
 
@@ -44,18 +44,27 @@ def measure(where: Where, record: Record) -> dict[str, Any]:
     machine, ram, threads, others = detect(), psutil.virtual_memory(), processor.computing(), Others()
     with own_folder(Path(where.folder) / ".moebench-calibrate") as folder, torch_threads(threads):
         file = ProbeFile(folder, where.file_bytes // PAGE * PAGE)
+        loop, model = Loop(file, record), passes.Model(where.model, file, record)
+
+        def turn() -> None:
+            loop.turn()
+            model.turn(0.06 / TURNS)
+
         writes = drive.written(file, record)
         bandwidth, compute = processor.memory(record), processor.compute(record)  # until the drive is at rest
         storage, reads = drive.storage(file, record)
-        storage |= writes
+        turn()
         processor.contention(file, folder / "writes", record, storage, compute)
-        stack = _loop(file, record)
-        computed = passes.measure(where.model, file, record)
-        stack |= computed.stack
-        storage |= computed.storage
-    hooks = _hooks(record, "replay of tinymoe's routing", computes=False)
-    live_hooks = _hooks(record, "run of tinymoe", computes=True)
-    processor.sustained(record, compute)
+        turn()
+        hooks = _hooks(record, "replay of tinymoe's routing", computes=False)
+        turn()
+        live_hooks = _hooks(record, "run of tinymoe", computes=True)
+        turn()
+        processor.sustained(record, compute)
+        turn()
+        storage |= writes
+        stack = loop.entries()
+        model.write(stack, storage)
     _absent(record, machine.gpu)
     if (share := others.share()) > BUSY:
         record.unmeasured["an idle machine"] = f"other processes took {share:.0%} of the processors meanwhile"
@@ -101,23 +110,35 @@ class Others:
         return sum(every[:8]), sum(every[:8]) - idle, own.user + own.system
 
 
-def _loop(file: ProbeFile, record: Record) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    with record.part("loop", 0.03, needed=True):
-        cost = overheads(file, LOOP_TURNS)
-        load = Samples(tuple(us / 1e3 for us in cost.load.values))
+class Loop:
+    """What the loop itself takes, measured in ``turn`` after turn."""
+
+    def __init__(self, file: ProbeFile, record: Record) -> None:
+        self._file, self._record = file, record
+        self._found: list[Overheads] = []
+
+    def turn(self) -> None:
+        """A sample of each."""
+        with self._record.part("loop", 0.03 / TURNS, needed=True):
+            self._found.append(overheads(self._file))
+
+    def entries(self) -> dict[str, Any]:
+        """All of the loop in a profile."""
+        record, found = self._record, {}
+        step, layer, request, wait, load = (Samples(us) for us in zip(*self._found, strict=True))
         text = "the loop's own time for an expert of 4 KiB that is read, waits left out: layers of two and of eight"
-        found["per_load_ms"] = record.number(load, "ms", text)
+        found["per_load_ms"] = record.number(Samples(tuple(us / 1e3 for us in load.values)), "ms", text)
         text = "what a layer that waits adds to the loop's own time, waits left out"
-        found["wait_us"] = record.number(cost.wait, "us", text)
+        found["wait_us"] = record.number(wait, "us", text)
         text = "the loop's own time in a replay, of a {}: differences of passes of other depth and width"
-        for name, samples in (("step", cost.step), ("layer", cost.layer), ("request", cost.request)):
-            words = {"step": "pass", "layer": "layer", "request": "resident expert"}[name]
-            found[f"{name}_us"] = record.number(samples, "us", text.format(words))
-    with record.part("hook_us", 0.005) as seconds:
-        found["hook_us"] = record.number(hook_call(seconds), "us", "one bound hook that does nothing, timed as in runs")
-    found["host_sync_us"] = record.fact(0, "us", "the processor computes, so nothing is read back")
-    return found
+        words = {"step": "pass", "layer": "layer", "request": "resident expert"}
+        for name, samples in (("step", step), ("layer", layer), ("request", request)):
+            found[f"{name}_us"] = record.number(samples, "us", text.format(words[name]))
+        with record.part("hook_us", 0.005) as seconds:
+            text = "one bound hook that does nothing, timed as in runs"
+            found["hook_us"] = record.number(hook_call(seconds), "us", text)
+        found["host_sync_us"] = record.fact(0, "us", "the processor computes, so nothing is read back")
+        return found
 
 
 def _hooks(record: Record, work: str, computes: bool) -> dict[str, Any]:

@@ -6,8 +6,7 @@ Knows the loop and its timeline; knows no system but one that decides nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -66,31 +65,27 @@ class Durations:
         self._waited = waited
 
 
-@dataclass(frozen=True)
-class Overheads:
+class Overheads(NamedTuple):
     """Microseconds of the loop by what they are taken for."""
 
-    step: Samples
-    layer: Samples
-    request: Samples
-    wait: Samples
-    load: Samples
+    step: float
+    layer: float
+    request: float
+    wait: float
+    load: float
 
 
-def overheads(file: ProbeFile, turns: int) -> Overheads:
-    """``turns`` samples of each, from the medians of replays that differ in one thing."""
-    found: list[tuple[float, ...]] = []
-    for _ in range(turns):
-        shallow, deep, wide = (_busy_us(file, *shape, resident=True) for shape in (SHALLOW, DEEP, WIDE))
-        few, many = (_busy_us(file, *shape, resident=False) for shape in (FEW, WIDE))
-        layers, experts = WIDE
-        request = (wide - deep) / (layers * (experts - 1))
-        layer = (deep - shallow) / (DEEP[0] - SHALLOW[0]) - request
-        step = shallow - SHALLOW[0] * (layer + request)
-        load = (many - few) / (layers * (experts - FEW[1])) - request
-        wait = (few - step) / layers - layer - FEW[1] * (request + load)
-        found.append((step, layer, request, wait, load))
-    return Overheads(*(Samples(tuple(max(0.0, value) for value in values)) for values in zip(*found, strict=True)))
+def overheads(file: ProbeFile) -> Overheads:
+    """One sample of each, from the medians of replays that differ in one thing."""
+    shallow, deep, wide = (_busy_us(file, *shape, resident=True) for shape in (SHALLOW, DEEP, WIDE))
+    few, many = (_busy_us(file, *shape, resident=False) for shape in (FEW, WIDE))
+    layers, experts = WIDE
+    request = (wide - deep) / (layers * (experts - 1))
+    layer = (deep - shallow) / (DEEP[0] - SHALLOW[0]) - request
+    step = shallow - SHALLOW[0] * (layer + request)
+    load = (many - few) / (layers * (experts - FEW[1])) - request
+    wait = (few - step) / layers - layer - FEW[1] * (request + load)
+    return Overheads(*(max(0.0, value) for value in (step, layer, request, wait, load)))
 
 
 def hook_call(seconds: float) -> Samples:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from moebench.curves import TimeCurve
 from moebench.probes import beside, kernels
 from moebench.probes.file import ProbeFile
 from moebench.probes.processor import computing
-from moebench.probes.reads import grid
 from moebench.probes.record import Record
 from moebench.probes.samples import Samples
 from moebench.sourced import curves
@@ -27,87 +25,99 @@ CONTEXTS, ROWS, FIRST_ROWS = (32, 128, 512), (1, 4, 32), (1, 4, 16, 32)
 CONTEXT, SMALL_READ, SMALL_DEPTH = 32, 16 * KIB, 4  # of a small model that decodes beside reads
 LANDING = 8  # reads in a pass
 RANK = 16  # of adapters
+SIZE = f"{SMALL_READ // KIB} KiB"
+WHAT = "layers"  # as the part is called
+CURVES = {  # of a model, on so many threads
+    "layers": "layers of {}, row-invariant, without their experts, threads: {}",
+    "first_layers": "the same in passes that begin a sequence of {}, threads: {}",
+}
+TERMS = {  # of a model, with so many tokens cached
+    "layer_floor_us": "a layer of {} on one row without its experts: the library's own time, {} tokens cached",
+    "pass_us": "a pass of {} on one row beside its layers: masks, embedding, head, choice of the token",
+    "expert_us": "what an expert takes beyond its kernels in a pass of {} on one row: dispatch",
+    "gather_us": "what an expert takes beyond its kernels in a pass of {} on several rows: dispatch, moving the rows",
+    "cold_us": f"what a layer of {{}} takes longer that waits for a read of {SIZE}, the wait left out",
+    "again_us": "the same for each further read of a layer of {}, begun with the first and waited for after it",
+    "beside_us": f"what a pass of {{}} takes longer for each of {LANDING} direct reads of {SIZE} begun before it",
+    "adapter_us": f"what an adapter of rank {RANK} beside a projection of {{}} adds to a pass of one row",
+}
 
 
-@dataclass
-class Found:
-    """What was measured, by its names in a profile."""
+class Model:
+    """The model that ``load`` gives, measured in ``turn`` after turn, between the other parts of a calibration: what a
+    machine that is shared does for some minutes is in its terms as it is in theirs.
+    """
 
-    stack: dict[str, Any] = field(default_factory=dict)
-    storage: dict[str, Any] = field(default_factory=dict)
+    def __init__(self, load: Callable[[], Any], file: ProbeFile, record: Record) -> None:
+        self._load, self._file, self._record = load, file, record
+        self._passes: Any = None
+        self._name, self._contexts = "", list(CONTEXTS)
+        self._backend: Any = None
+        self._points: dict[tuple[str, int, int], Samples] = {}
+        self._terms: dict[str, Samples] = {}
 
+    def turn(self, share: float) -> None:
+        """Some samples of everything, in a ``share`` of the time; nothing where the model could not be run before."""
+        if WHAT in self._record.unmeasured:
+            return
+        with self._record.part(WHAT, share) as seconds:
+            if self._passes is None:
+                self._open()
+            points = [("layers", context, rows) for context in self._contexts for rows in ROWS]
+            points += [("first_layers", 1, rows) for rows in FIRST_ROWS]
+            for point in points:
+                self._sample(point, seconds / 2 / len(points))
+            with open_engine("direct", self._file.pack(SMALL_READ)) as engine:
+                first, more = self._passes.waits(engine, CONTEXT, seconds / 8)
+                self._keep("cold_us", first)
+                self._keep("again_us", more)
+                self._keep("beside_us", self._passes.beside(engine, LANDING, CONTEXT, seconds / 8))
+            self._keep("adapter_us", self._passes.adapted(_adapters(self._backend), CONTEXT, seconds / 8))
+            background = beside.reading(self._file, SMALL_READ, SMALL_DEPTH)
+            both = beside.shares(lambda time: self._passes.speed(CONTEXT, time), background, seconds / 8, pairs=1)
+            self._keep("read_beside_layers", both.second)
 
-def measure(load: Callable[[], Any], file: ProbeFile, record: Record) -> Found:
-    """The terms of the model that ``load`` gives; of its layers an estimate where it cannot run."""
-    found = Found()
-    with record.part("layers", 0.06) as seconds:
+    def _open(self) -> None:
         from moebench.harness.backend import open_backend
         from moebench.probes.live import Passes
 
-        model = load()
-        backend = open_backend("torch", model, threads=computing())
+        model = self._load()
         geometry = model.geometry
-        passes = Passes(backend, model.pack, geometry.vocabulary, _expert_s(record, geometry))
-        _layers(passes, geometry.name, model.positions, record, found.stack, seconds / 2)
-        _reads(passes, geometry.name, file, record, found, seconds / 6)
-        adapters = passes.adapted(_adapters(backend), CONTEXT, seconds / 6)
-        text = f"what an adapter of rank {RANK} beside a projection of {geometry.name} adds to a pass of one row"
-        found.stack["adapter_us"] = record.number(adapters, "us", text)
-    if "layer_floor_us" not in found.stack:
-        dispatch = kernels.small_operation(0.1)
-        text = f"60 tensor operations at {dispatch.median:.2f} us, as no model's layer could be measured"
-        sixty = Samples(tuple(60 * us for us in dispatch.values))
-        found.stack["layer_floor_us"] = record.number(sixty, "us", text, "estimate")
-    return found
+        self._name = geometry.name
+        self._contexts = [context for context in CONTEXTS if context + 8 * max(ROWS) <= model.positions] or [1]
+        self._backend = open_backend("torch", model, threads=computing())
+        self._passes = Passes(self._backend, model.pack, geometry.vocabulary, _expert_s(self._record, geometry))
 
+    def _sample(self, point: tuple[str, int, int], seconds: float) -> None:
+        curve, context, rows = point
+        found = self._passes.sample(context, rows, seconds) if curve == "layers" else self._passes.first(rows, seconds)
+        layer = Samples((statistics.median(parts.layer for parts in found),))
+        self._points[point] = self._points.get(point, Samples(())) + layer
+        self._keep("expert_us" if rows == 1 else "gather_us", Samples(tuple(parts.each for parts in found)))
+        if rows == 1:
+            self._keep("pass_us", Samples(tuple(parts.beside for parts in found)))
 
-def _layers(passes: Any, name: str, positions: int, record: Record, stack: dict[str, Any], seconds: float) -> None:
-    contexts = [context for context in CONTEXTS if context + 8 * max(ROWS) <= positions] or [1]
-    one: list[Any] = []
-    several: list[Any] = []
+    def _keep(self, term: str, samples: Samples) -> None:
+        self._terms[term] = self._terms.get(term, Samples(())) + samples
 
-    def kept(found: list[Any], rows: int) -> float:
-        (one if rows == 1 else several).extend(found)
-        return statistics.median(parts.layer for parts in found)
-
-    def later(context: int, rows: int, seconds: float) -> float:
-        return kept(passes.sample(context, rows, seconds), rows)
-
-    def first(sequences: int, rows: int, seconds: float) -> float:
-        return kept(passes.first(rows, seconds), rows)
-
-    layers = grid([(context, rows) for context in contexts for rows in ROWS], later, seconds * 0.7)
-    begun = grid([(1, rows) for rows in FIRST_ROWS], first, seconds * 0.3)
-    text = f"layers of {name}, row-invariant, without their experts, threads: {computing()}"
-    record.curve("layers", layers, text)
-    record.curve("first_layers", begun, f"{text}, in passes that begin a sequence")
-    middle = contexts[len(contexts) // 2]
-    text = f"a layer of {name} on one row without its experts: the library's own time, {middle} tokens cached"
-    stack["layer_floor_us"] = record.number(layers[middle, 1], "us", text)
-    text = f"a pass of {name} on one row beside its layers: masks, embedding, head, choice of the token"
-    stack["pass_us"] = record.number(Samples(tuple(parts.beside for parts in one)), "us", text)
-    text = f"what each expert takes in a pass of {name} on {{}} beyond its kernels: dispatch"
-    for key, found, rows in (("expert_us", one, "one row"), ("gather_us", several, "several rows, and moving rows")):
-        stack[key] = record.number(Samples(tuple(parts.each for parts in found)), "us", text.format(rows))
-
-
-def _reads(passes: Any, name: str, file: ProbeFile, record: Record, found: Found, seconds: float) -> None:
-    """What a pass and the reads beside it do to each other; ``seconds`` for each of three parts."""
-    size = f"{SMALL_READ // KIB} KiB"
-    with open_engine("direct", file.pack(SMALL_READ)) as engine:
-        first, more = passes.waits(engine, CONTEXT, seconds)
-        longer = passes.beside(engine, LANDING, CONTEXT, seconds)
-    text = f"what a layer of {name} takes longer that waits for a read of {size}, the wait left out"
-    found.stack["cold_us"] = record.number(first, "us", text)
-    text = "the same for each further read of a layer, begun with the first and waited for after it"
-    found.stack["again_us"] = record.number(more, "us", text)
-    text = f"what a pass of {name} takes longer for each of {LANDING} direct reads of {size} that were begun before it"
-    found.stack["beside_us"] = record.number(longer, "us", text)
-    background = beside.reading(file, SMALL_READ, SMALL_DEPTH)
-    both = beside.shares(lambda time: passes.speed(CONTEXT, time), background, seconds)
-    what = f"decode passes of {name} without reads of their own"
-    text = f"direct reads of {size}, {SMALL_DEPTH} queued, rate over their rate alone, beside {what}"
-    found.storage["read_beside_layers"] = record.number(both.second, "share", text)
+    def write(self, stack: dict[str, Any], storage: dict[str, Any]) -> None:
+        """Enter what was found; of layers an estimate where there is nothing."""
+        if WHAT in self._record.unmeasured:
+            dispatch = kernels.small_operation(0.1)
+            text = f"60 tensor operations at {dispatch.median:.2f} us, as no model's layer could be measured"
+            sixty = Samples(tuple(60 * us for us in dispatch.values))
+            stack["layer_floor_us"] = self._record.number(sixty, "us", text, "estimate")
+            return
+        for name, text in CURVES.items():
+            points = {(x, y): samples for (curve, x, y), samples in self._points.items() if curve == name}
+            self._record.curve(name, points, text.format(self._name, computing()))
+        middle = self._contexts[len(self._contexts) // 2]
+        self._terms["layer_floor_us"] = self._points["layers", middle, 1]
+        for term, text in TERMS.items():
+            stack[term] = self._record.number(self._terms[term], "us", text.format(self._name, middle))
+        what = f"direct reads of {SIZE}, {SMALL_DEPTH} queued, rate over their rate alone"
+        text = f"{what}, beside decode passes of {self._name} without reads of their own"
+        storage["read_beside_layers"] = self._record.number(self._terms["read_beside_layers"], "share", text)
 
 
 def _adapters(backend: Any) -> Any:

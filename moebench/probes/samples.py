@@ -18,6 +18,10 @@ class Samples:
 
     values: tuple[float, ...]
 
+    def __add__(self, more: Samples) -> Samples:
+        """Both together."""
+        return Samples(self.values + more.values)
+
     @property
     def median(self) -> float:
         """The value to report."""

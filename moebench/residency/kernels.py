@@ -182,6 +182,52 @@ def drawn(residents, salt, need, spared, event, out):
         found = min(found + 1, need)
 
 
+def seen(code, keys, hits, event, rank, whole, real):
+    """One event by the law of ``code``; keys of other experts whose rank it changed."""
+    if code == LRU:
+        return lru(keys, hits, event, rank, whole, real)
+    if code == LFU:
+        return lfu(keys, hits, event, rank, whole, real)
+    if code == DECAYED_LFU:
+        return decayed_lfu(keys, hits, event, rank, whole, real)
+    if code == SLRU:
+        return slru(keys, hits, event, rank, whole, real)
+    if code == BELADY:
+        return belady(keys, hits, event, rank, whole, real)
+    return keys[:0]
+
+
+def evict(code, heap, place, filed, rank, base, size, need, salts, spared, event, out, aside, end):
+    """Take ``need`` keys out of a heap of ``size`` keys into ``out``, lowest rank first, ``spared`` ones left in; those
+    wait in ``aside``, from ``end`` downwards.
+    """
+    if code == RANDOM:
+        if need:
+            drawn(heap[base : base + size], salts[event], need, spared, event, out)
+        for key in out[:need]:
+            remove(heap, place, filed, base, size, place[key])
+            size -= 1
+        return
+    taken = kept = 0
+    while taken < need:
+        key = heap[base]
+        if filed[key] != rank[key]:
+            filed[key] = rank[key]
+            sink(heap, place, filed, base, size, 0)
+            continue
+        remove(heap, place, filed, base, size, 0)
+        size -= 1
+        if spared[key] == event:
+            kept += 1
+            aside[end - kept] = key
+        else:
+            out[taken] = key
+            taken += 1
+    for i in range(end - kept, end):
+        insert(heap, place, filed, rank, base, size, aside[i])
+        size += 1
+
+
 def drive(code, bypass, flat, cuts, step, decode, salts, room, pools, rank, whole, real, log, gone):
     """Replay events ``flat[cuts[e]:cuts[e + 1]]`` through pools of ``room`` slots; int64 [6] of what was counted.
 
@@ -210,18 +256,7 @@ def drive(code, bypass, flat, cuts, step, decode, salts, room, pools, rank, whol
             keys[i] = flat[cuts[e] + i]
             hits[i] = place[keys[i]] >= 0
             found += hits[i]
-        if code == LRU:
-            moved = lru(keys, hits, e + 1, rank, whole, real)
-        elif code == LFU:
-            moved = lfu(keys, hits, e + 1, rank, whole, real)
-        elif code == DECAYED_LFU:
-            moved = decayed_lfu(keys, hits, e + 1, rank, whole, real)
-        elif code == SLRU:
-            moved = slru(keys, hits, e + 1, rank, whole, real)
-        elif code == BELADY:
-            moved = belady(keys, hits, e + 1, rank, whole, real)
-        else:
-            moved = keys[:0]
+        moved = seen(code, keys, hits, e + 1, rank, whole, real)
         refile(heap, place, filed, rank, experts, width, keys)
         refile(heap, place, filed, rank, experts, width, moved)
         counted[HITS] += found
@@ -248,30 +283,8 @@ def drive(code, bypass, flat, cuts, step, decode, salts, room, pools, rank, whol
                     insert(heap, place, filed, rank, base, held[pool], key)
                     held[pool] += 1
             short = max(0, held[pool] + (0 if bypass else len(part)) - room)
-            if code == RANDOM and short:
-                drawn(heap[base : base + held[pool]], salts[e], short, spared, e, out)
-                for key in out[:short]:
-                    remove(heap, place, filed, base, held[pool], place[key])
-                    held[pool] -= 1
-            else:
-                taken = kept = 0
-                while taken < short:
-                    key = heap[base]
-                    if filed[key] != rank[key]:
-                        filed[key] = rank[key]
-                        sink(heap, place, filed, base, held[pool], 0)
-                        continue
-                    remove(heap, place, filed, base, held[pool], 0)
-                    held[pool] -= 1
-                    if spared[key] == e:
-                        aside[size - 1 - kept] = key
-                        kept += 1
-                    else:
-                        out[taken] = key
-                        taken += 1
-                for i in range(kept):
-                    insert(heap, place, filed, rank, base, held[pool], aside[size - 1 - i])
-                    held[pool] += 1
+            evict(code, heap, place, filed, rank, base, held[pool], short, salts, spared, e, out, aside, size)
+            held[pool] -= short
             for key in out[:short]:
                 left[key] = step[e]
                 if logging:
@@ -319,4 +332,4 @@ def gather(experts, starts, count, flat, cuts, layers, steps):
 def compiled() -> dict[str, Callable[..., Any]]:
     """``drive`` and ``gather`` in machine code."""
     laws = (lru, lfu, decayed_lfu, slru, belady, scattered)
-    return compile_all((drive, gather), (*laws, lift, sink, remove, insert, refile, drawn))
+    return compile_all((drive, gather), (*laws, lift, sink, remove, insert, refile, drawn, seen, evict))
