@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -64,28 +64,6 @@ NUMBERS = {
     "compute.sustained": ("share", "none"),
 }
 STACK_NUMBERS = {"per_load_ms": "ms", "host_sync_us": "us", "layer_floor_us": "us"}
-# What the loop itself takes, 0 where it is not declared: of a pass, of a layer, of an expert that is resident, of a
-# hook that is called; wait_us is what waiting in a layer adds to that: it goes on with cold caches. Of the library's
-# time: pass_us for a pass beside its layers (masks, embedding, head), cold_us for the first wait in a layer, again_us
-# for each further one, beside_us for each read that lands while it computes, adapter_us for each low-rank adapter,
-# expert_us for each expert beside its kernels in a pass of one row, gather_us in a pass of several.
-LOOP_NUMBERS = dict.fromkeys(
-    (
-        "step_us",
-        "layer_us",
-        "request_us",
-        "wait_us",
-        "hook_us",
-        "pass_us",
-        "cold_us",
-        "again_us",
-        "beside_us",
-        "adapter_us",
-        "expert_us",
-        "gather_us",
-    ),
-    "us",
-)
 SECTIONS = ("memory", "storage", "bandwidth", "compute")
 KEYS = {"id", "title", "match", "model", "engine", "stack", "unified", "read_curve", "stacks", *SECTIONS}
 MORE = {"curves", "hooks", "live_hooks", "unmeasured"}  # what a measured profile has besides
@@ -93,8 +71,14 @@ MORE = {"curves", "hooks", "live_hooks", "unmeasured"}  # what a measured profil
 
 @dataclass(frozen=True)
 class Stack:
-    """What a software stack adds on this machine: per expert load, per layer at the least, per read-back by the host,
-    and what its loop takes where that was measured.
+    """What a software stack adds on this machine: per expert load, per layer at the least, per read-back by the host.
+
+    What was measured of moebench's own besides, 0 where it was not. The loop takes ``step_us`` for a pass, ``layer_us``
+    for a layer, ``request_us`` for an expert that is resident, ``hook_us`` for a hook that is called; waiting in a
+    layer adds ``wait_us``: it goes on with cold caches. The library takes ``pass_us`` for a pass beside its layers
+    (masks, embedding, head), ``expert_us`` for each expert beside its kernels in a pass of one row, ``gather_us`` in
+    one of several, ``adapter_us`` for each low-rank adapter, ``cold_us`` after the first wait in a layer, ``again_us``
+    after each further one, ``beside_us`` for each read that lands while it computes.
     """
 
     name: str
@@ -105,20 +89,23 @@ class Stack:
     step_us: float = 0.0
     layer_us: float = 0.0
     request_us: float = 0.0
-    wait_us: float = 0.0
     hook_us: float = 0.0
+    wait_us: float = 0.0
     pass_us: float = 0.0
+    expert_us: float = 0.0
+    gather_us: float = 0.0
+    adapter_us: float = 0.0
     cold_us: float = 0.0
     again_us: float = 0.0
     beside_us: float = 0.0
-    adapter_us: float = 0.0
-    expert_us: float = 0.0
-    gather_us: float = 0.0
 
     @property
     def transferred(self) -> dict[str, str]:
         """Constants that were taken on another machine, with that machine's id."""
         return {name: q.machine for name, q in self.quantities.items() if q.machine}
+
+
+LOOP_NUMBERS = {one.name: "us" for one in fields(Stack) if one.default is not MISSING}
 
 
 @dataclass(frozen=True)
@@ -168,7 +155,7 @@ class HardwareProfile:
         values = {name: quantity.value for name, quantity in self.quantities.items()}
         values |= {f"{name}.{key}": q.value for name in stacks for key, q in self.stacks[name].quantities.items()}
         content = [self.unified, self.engine, self.stack, values, curve.xs, curve.ys, curve.rows]
-        content += [[name, self.curves[name].rows] for name in sorted(self.curves)]
+        content += [[name, c.xs, c.ys, c.rows] for name, c in sorted(self.curves.items())]
         content += [[name, self.hooks[name].value] for name in sorted(self.hooks)]
         content += [["live", name, self.live_hooks[name].value] for name in sorted(self.live_hooks)]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]

@@ -33,7 +33,7 @@ class Points:
             tables = (self.rows, self.spread.low, self.spread.high)
             points = [point for rows in zip(*tables, strict=True) for point in zip(*rows, strict=True)]
             widest = max((high - low) / value for value, low, high in points)
-            text += f", largest spread {widest:.0%} of the median, n {self.spread.n}"
+            text += f", largest spread {widest:.0%} of the value, n {self.spread.n}"
         return text + (f", {self.date}" if self.date else "")
 
 

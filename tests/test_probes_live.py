@@ -13,6 +13,8 @@ import pytest
 from moebench.backends.base import Adapters
 from moebench.probes import live
 from moebench.probes.live import Passes, Resident
+from moebench.probes.record import Record
+from moebench.probes.samples import Alternating, Samples
 from moebench.step import Routing
 
 LAYERS, TOP_K, HEAD_S, DENSE_S, EXPERT_S = 3, 2, 5e-3, 2e-3, 1e-3
@@ -114,3 +116,11 @@ def test_what_adapters_add_is_counted_for_each_and_none_stay(monkeypatch):
     found = passes(model, monkeypatch).adapted(Adapters(1.0, {"q": pair, "k": pair, "v": pair}), 4, 0.0)
     assert found.median == pytest.approx(50)
     assert model.served is None
+
+
+def test_of_what_alternates_a_profile_has_the_mean_and_of_the_rest_the_median():
+    record = Record("2026-01-01", 1.0, lambda share, what: None)
+    assert record.number(Samples((1.0, 1.0, 7.0)), "us", "x")["value"] == 1
+    turns = Alternating((1.0,)) + Alternating((1.0, 7.0))
+    assert record.number(turns, "us", "x")["value"] == 3
+    assert record.table({(1, 1): turns}, "x", ("context", "row_counts"), "us")["rows"] == [[3]]

@@ -215,7 +215,7 @@ class Passes:
     def _parts(self, begun: float, ended: float) -> Parts:
         marks = self.server.marks
         asked, through = np.array([(asks, done) for asks, done, _ in marks]).T
-        layer = float(np.median(asked[1:] - through[:-1]))
+        layer = float(np.mean(asked[1:] - through[:-1]))
         outer = asked[0] - begun + ended - through[-1]  # one layer's is in it
         kernels = sum(sum(map(self.expert_s, rows)) for _, _, rows in marks)
         each = ((through - asked).sum() - kernels) / sum(len(rows) for _, _, rows in marks)

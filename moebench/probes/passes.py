@@ -16,12 +16,13 @@ from moebench.probes import beside, kernels
 from moebench.probes.file import ProbeFile
 from moebench.probes.processor import computing
 from moebench.probes.record import Record
-from moebench.probes.samples import Samples
+from moebench.probes.samples import Alternating, Samples
 from moebench.sourced import curves
 from moebench.store.engines import open_engine
 from moebench.units import KIB
 
-CONTEXTS, ROWS, FIRST_ROWS = (32, 128, 512), (1, 4, 32), (1, 4, 16, 32)
+CONTEXTS, ROWS, FIRST_ROWS = (32, 512), (1, 4, 32), (1, 4, 16, 32)
+ROUNDS = 2  # over all of these in a turn
 CONTEXT, SMALL_READ, SMALL_DEPTH = 32, 16 * KIB, 4  # of a small model that decodes beside reads
 LANDING = 8  # reads in a pass
 RANK = 16  # of adapters
@@ -53,7 +54,7 @@ class Model:
         self._passes: Any = None
         self._name, self._contexts = "", list(CONTEXTS)
         self._backend: Any = None
-        self._points: dict[tuple[str, int, int], Samples] = {}
+        self._points: dict[tuple[str, int, int], Alternating] = {}
         self._terms: dict[str, Samples] = {}
 
     def turn(self, share: float) -> None:
@@ -65,8 +66,8 @@ class Model:
                 self._open()
             points = [("layers", context, rows) for context in self._contexts for rows in ROWS]
             points += [("first_layers", 1, rows) for rows in FIRST_ROWS]
-            for point in points:
-                self._sample(point, seconds / 2 / len(points))
+            for point in ROUNDS * points:
+                self._sample(point, seconds / 2 / ROUNDS / len(points))
             with open_engine("direct", self._file.pack(SMALL_READ)) as engine:
                 first, more = self._passes.waits(engine, CONTEXT, seconds / 8)
                 self._keep("cold_us", first)
@@ -91,14 +92,14 @@ class Model:
     def _sample(self, point: tuple[str, int, int], seconds: float) -> None:
         curve, context, rows = point
         found = self._passes.sample(context, rows, seconds) if curve == "layers" else self._passes.first(rows, seconds)
-        layer = Samples((statistics.median(parts.layer for parts in found),))
-        self._points[point] = self._points.get(point, Samples(())) + layer
-        self._keep("expert_us" if rows == 1 else "gather_us", Samples(tuple(parts.each for parts in found)))
+        layer, beyond, each = (statistics.fmean(values) for values in zip(*found, strict=True))
+        self._points[point] = self._points.get(point, Alternating(())) + Alternating((layer,))
+        self._keep("expert_us" if rows == 1 else "gather_us", Alternating((each,)))
         if rows == 1:
-            self._keep("pass_us", Samples(tuple(parts.beside for parts in found)))
+            self._keep("pass_us", Alternating((beyond,)))
 
     def _keep(self, term: str, samples: Samples) -> None:
-        self._terms[term] = self._terms.get(term, Samples(())) + samples
+        self._terms[term] = self._terms.get(term, type(samples)(())) + samples
 
     def write(self, stack: dict[str, Any], storage: dict[str, Any]) -> None:
         """Enter what was found; of layers an estimate where there is nothing."""
@@ -111,10 +112,10 @@ class Model:
         for name, text in CURVES.items():
             points = {(x, y): samples for (curve, x, y), samples in self._points.items() if curve == name}
             self._record.curve(name, points, text.format(self._name, computing()))
-        middle = self._contexts[len(self._contexts) // 2]
-        self._terms["layer_floor_us"] = self._points["layers", middle, 1]
+        few = self._contexts[0]
+        self._terms["layer_floor_us"] = self._points["layers", few, 1]
         for term, text in TERMS.items():
-            stack[term] = self._record.number(self._terms[term], "us", text.format(self._name, middle))
+            stack[term] = self._record.number(self._terms[term], "us", text.format(self._name, few))
         what = f"direct reads of {SIZE}, {SMALL_DEPTH} queued, rate over their rate alone"
         text = f"{what}, beside decode passes of {self._name} without reads of their own"
         storage["read_beside_layers"] = self._record.number(self._terms["read_beside_layers"], "share", text)

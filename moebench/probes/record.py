@@ -43,10 +43,10 @@ class Record:
         self._done(share, what)
 
     def number(self, samples: Samples, unit: str, method: str, kind: str = "measured") -> dict[str, Any]:
-        """The entry of one number: the median of its samples."""
+        """The entry of one number."""
         spread = samples.spread
         return {
-            "value": _short(samples.median),
+            "value": _short(samples.value),
             "unit": unit,
             "source": f"{kind}: {method}",
             "spread": {"low": _short(spread.low), "high": _short(spread.high), "n": spread.n},
@@ -62,7 +62,7 @@ class Record:
     ) -> dict[str, Any]:
         """The entry of a curve from samples by point; ``scale`` is the unit of the first axis."""
         xs, ys = (sorted({point[i] for point in found}) for i in (0, 1))
-        of = {"rows": lambda s: s.median, "low": lambda s: s.spread.low, "high": lambda s: s.spread.high}
+        of = {"rows": lambda s: s.value, "low": lambda s: s.spread.low, "high": lambda s: s.spread.high}
         tables = {name: [[_short(value(found[x, y])) for y in ys] for x in xs] for name, value in of.items()}
         return {
             "unit": unit,

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 from moebench.spread import Spread
 
@@ -18,14 +19,19 @@ class Samples:
 
     values: tuple[float, ...]
 
-    def __add__(self, more: Samples) -> Samples:
+    def __add__(self, more: Self) -> Self:
         """Both together."""
-        return Samples(self.values + more.values)
+        return type(self)(self.values + more.values)
 
     @property
     def median(self) -> float:
-        """The value to report."""
+        """The sample in the middle."""
         return statistics.median(self.values)
+
+    @property
+    def value(self) -> float:
+        """What to report of them."""
+        return self.median
 
     @property
     def spread(self) -> Spread[float]:
@@ -33,6 +39,15 @@ class Samples:
         ordered = sorted(self.values)
         beyond = len(ordered) // TENTHS
         return Spread(ordered[beyond], ordered[-1 - beyond], len(ordered))
+
+
+class Alternating(Samples):
+    """Of what is fast and slow by turns, as a processor that is shared with others: a run gets the mean of it."""
+
+    @property
+    def value(self) -> float:
+        """The mean."""
+        return statistics.fmean(self.values)
 
 
 def repeated(work: Callable[[], float], seconds: float, least: int = 3) -> Samples:
