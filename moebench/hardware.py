@@ -75,10 +75,12 @@ class Stack:
 
     What was measured of moebench's own besides, 0 where it was not. The loop takes ``step_us`` for a pass, ``layer_us``
     for a layer, ``request_us`` for an expert that is resident, ``hook_us`` for a hook that is called; waiting in a
-    layer adds ``wait_us``: it goes on with cold caches. The library takes ``pass_us`` for a pass beside its layers
-    (masks, embedding, head), ``expert_us`` for each expert beside its kernels in a pass of one row, ``gather_us`` in
-    one of several, ``adapter_us`` for each low-rank adapter, ``cold_us`` after the first wait in a layer, ``again_us``
-    after each further one, ``beside_us`` for each read that lands while it computes.
+    layer adds ``wait_us``: it goes on with cold caches, as it does where a model computes between its parts: there it
+    takes ``live_layer_us`` more for a layer and ``live_load_us`` more for an expert that is loaded. The library takes
+    ``pass_us`` for a pass beside its layers (masks, embedding, head), ``expert_us`` for each expert beside its kernels
+    in a pass of one row, ``gather_us`` in one of several, ``adapter_us`` for each low-rank adapter, ``cold_us`` after
+    the first wait in a layer, ``again_us`` after each further one, ``beside_us`` for each read that lands while it
+    computes.
     """
 
     name: str
@@ -91,6 +93,8 @@ class Stack:
     request_us: float = 0.0
     hook_us: float = 0.0
     wait_us: float = 0.0
+    live_layer_us: float = 0.0
+    live_load_us: float = 0.0
     pass_us: float = 0.0
     expert_us: float = 0.0
     gather_us: float = 0.0

@@ -240,11 +240,6 @@ class SystemSpec:
     prepare: Preparation | None = None
     ladder: Callable[[Any, Target], Sequence[Rung]] = field(default=lambda config, target: (Rung(config),))
 
-    @property
-    def brings(self) -> bool:
-        """Whether the system brings something of its own to a model: its hooks may compute."""
-        return self.equip is not brings_nothing
-
     def foresees(self, config: Any) -> bool:
         """Whether a run with ``config`` is given the demands to come."""
         return self.oracle or self.foresight(config)

@@ -93,6 +93,21 @@ def test_a_pass_that_begins_its_sequences_has_a_curve_of_its_own(tokens, rows, u
     assert clock.now() - dense == pytest.approx(us * 1e-6)
 
 
+def test_where_nothing_computes_the_loop_takes_what_a_replay_took():
+    more = costs(
+        lambda data: data["stacks"][STACK].update(live_layer_us=number(10.0, "us"), live_load_us=number(7.0, "us"))
+    )
+    assert passed(more) - passed(BARE) == pytest.approx(3 * 10e-6)
+    assert passed(reads_only(more)) == passed(reads_only(BARE))
+    took = []
+    for found in (more, BARE, reads_only(more), reads_only(BARE)):
+        clock = VirtualTimeline(found)
+        clock.read([0, 1], [0, 1], "device", DEMAND)
+        took.append(clock.now())
+    assert took[0] - took[1] == pytest.approx(2 * 7e-6)
+    assert took[2] == took[3]
+
+
 @pytest.mark.parametrize(("rows", "name"), [(1, "expert_us"), (4, "gather_us")])
 def test_each_expert_takes_its_dispatch_beside_its_kernels(rows, name):
     more = costs(lambda data: data["stacks"][STACK].update({name: number(10.0, "us")}))
@@ -217,6 +232,23 @@ def test_beside_demand_prefetches_get_what_a_full_queue_reaches_beyond_it(full):
     beside = busy * (1 - 1 / full)  # of its service
     assert done == pytest.approx(service / (1 - 1 / full) if service < beside else busy + service - beside)
     assert done < busy if full > 1 else done > busy
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_prefetches_side_by_side_are_many_a_second_but_none_is_sooner_than_one_alone(count):
+    """A queue of four is served four times as fast as one read."""
+
+    def change(data):
+        axes = {"sizes_kib": [GEOMETRY.slot_bytes / KIB], "depths": [1, 4]}
+        data["curves"] = {"ahead": curve("GB/s", [[0.5, 2.0]], **axes)}
+
+    clock = VirtualTimeline(replace(costs(change), load_host_s=0.0))
+    tickets = clock.read(list(range(count)), list(range(count)), "device", PREFETCH)
+    clock.compute_dense(100, 1, 0, final=False)
+    assert all(clock.is_ready(ticket) for ticket in tickets)
+    alone = GEOMETRY.slot_bytes / (0.5 * GB)
+    assert [ticket.done_s for ticket in tickets] == pytest.approx([alone] * count)
+    assert clock.now() > alone
 
 
 def test_engines_have_curves_of_their_own():

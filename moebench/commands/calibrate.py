@@ -32,7 +32,9 @@ from moebench.units import GIB
 class CalibrateOptions:
     """How long to measure and where."""
 
-    seconds: float = option(195.0, "time to measure; libraries, the file and least repeats take about a minute more")
+    seconds: float = option(
+        160.0, "time to measure; libraries, the file and a run of each system take two minutes more"
+    )
     dir: str = option(".", "folder on the drive to measure; a temporary file is written there")
     file_gib: float = option(1.0, "size of that file")
     model: str = option(EMBEDDED, "model whose layers are measured: tinymoe, a folder, or org/name in the hub cache")

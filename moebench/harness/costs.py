@@ -25,7 +25,7 @@ BLOCK_BYTES = MIB  # demand pre-empts prefetch at this granularity
 COMPUTE = (
     "dense_layer_s", "dense_row_s", "head_s", "state_byte_s", "expert_s", "expert_row_s", "layer_floor_s", "byte_s",
     "host_sync_s", "host_expert_s", "host_row_s", "host_trip_s", "on_chip_s", "pass_s", "cold_s", "again_s", "beside_s",
-    "adapters_s",
+    "adapters_s", "live_layer_s", "live_load_s",
 )  # fmt: skip
 KERNELS_BESIDE = ("compute.beside_reads", "storage.read_beside_compute")
 READ_BESIDE_LAYERS = "storage.read_beside_layers"
@@ -154,6 +154,8 @@ def build(
         layer_s=stack.layer_us * 1e-6,
         demand_s=stack.request_us * 1e-6,
         wait_s=stack.wait_us * 1e-6,
+        live_layer_s=stack.live_layer_us * 1e-6,
+        live_load_s=stack.live_load_us * 1e-6,
         hook_s=stack.hook_us * 1e-6,
         pass_s=stack.pass_us * 1e-6,
         cold_s=stack.cold_us * 1e-6,

@@ -14,6 +14,8 @@ from typing import Any
 
 import psutil
 
+from moebench.errors import MoebenchError
+from moebench.geometry import EMBEDDED
 from moebench.machine import detect
 from moebench.probes import drive, passes, processor
 from moebench.probes.file import ProbeFile
@@ -24,7 +26,7 @@ from moebench.scratch import own_folder
 from moebench.units import GIB, PAGE
 
 TURNS = 5  # of loop and model, between the other parts
-HOOK_TURNS = 2
+SYSTEM_TURNS = 2
 BUSY = 0.05  # of the processors, taken by others: more than a system's own housekeeping
 
 
@@ -56,14 +58,14 @@ def measure(where: Where, record: Record) -> dict[str, Any]:
         turn()
         processor.contention(file, folder / "writes", record, storage, compute)
         turn()
-        hooks = _hooks(record, "replay of tinymoe's routing", computes=False)
+        replays, hooks = _systems(record, "replay of tinymoe's routing", computes=False)
         turn()
-        live_hooks = _hooks(record, "run of tinymoe", computes=True)
+        live, live_hooks = _systems(record, "run of tinymoe", computes=True)
         turn()
         processor.sustained(record, compute)
         turn()
         storage |= writes
-        stack = loop.entries()
+        stack = loop.entries() | _colder(replays, live, record)
         model.write(stack, storage)
     _absent(record, machine.gpu)
     if (share := others.share()) > BUSY:
@@ -141,20 +143,38 @@ class Loop:
         return found
 
 
-def _hooks(record: Record, work: str, computes: bool) -> dict[str, Any]:
-    """What one hook of each system takes in measured runs, where a model ``computes`` or in replays; two seconds a
-    system and turn, beside what the other parts may take.
+def _systems(record: Record, work: str, computes: bool) -> tuple[Any, dict[str, Any]]:
+    """Runs of all systems, replays or with a model that ``computes``, and what one hook of each takes in them; two
+    seconds a system and turn, beside what the other parts may take.
     """
-    from moebench.probes.systems import hook_calls
+    from moebench.probes.systems import run_all
 
     kind = "live hooks" if computes else "hooks"
     found: dict[str, Any] = {}
     with record.part(kind, 0.0):
-        taken, refused = hook_calls(HOOK_TURNS, computes)
-        for name, us in taken.items():
+        runs = run_all(SYSTEM_TURNS, computes)
+        for name, us in runs.hooks().items():
             found[name] = record.number(us, "us", f"a hook of {name} in a measured {work}, mean over its hooks")
-        record.unmeasured |= {f"{kind} of {name}": why for name, why in refused.items()}
-    return found
+        record.unmeasured |= {f"{kind} of {name}": why for name, why in runs.refused.items()}
+    return runs, found
+
+
+def _colder(replays: Any, live: Any, record: Record) -> dict[str, Any]:
+    """What the loop takes longer where a model computes."""
+    from moebench.geometry import embedded_folder
+    from moebench.harness.assets import folder_geometry
+    from moebench.probes.systems import colder
+
+    try:
+        layer, load = colder(replays, live, folder_geometry(embedded_folder(), EMBEDDED, "int4").layers)
+    except MoebenchError as error:
+        record.unmeasured |= dict.fromkeys(("live_layer_us", "live_load_us"), str(error))
+        return {}
+    text = "what the loop's own time grows by where tinymoe computes between its parts, over a replay: {}"
+    return {
+        "live_layer_us": record.number(layer, "us", text.format("of a layer, nothing read")),
+        "live_load_us": record.number(load, "us", text.format("of each expert loaded, all read")),
+    }
 
 
 def _absent(record: Record, gpu: str) -> None:

@@ -1,14 +1,13 @@
-"""What one hook of each system takes: a measured replay of the shipped model's routing under every one of them, and a
-run of the model under those that bring something of their own to it, whose hooks may compute.
+"""What hooks and loop take under a system: measured replays of the shipped model's routing, and runs of that model.
 
-Real reads stand between the hooks, as in runs: without them caches stay warm, and a hook takes a fraction. Knows the
-harness and the registry; knows no system by name.
+Real reads stand between the hooks, as in runs: without them caches stay warm, and a hook takes a fraction. So it is
+with the loop where a model computes. Knows the harness and the registry, and by name who reads nothing and who all.
 """
 
 from __future__ import annotations
 
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 
@@ -24,39 +23,74 @@ from moebench.trace import format as trace_format
 TRACE = "traces/held_out.safetensors"
 SEQUENCES, BUDGET, WARMUP, ENGINE = 2, "0.5", 16, "direct"
 REQUESTS, NEW_TOKENS = 1, 48
+NOTHING, ALL = "resident", "ondemand"  # what these systems read
 ANY = "m4pro"  # declares a machine, as a plan needs; what is measured is this one
 
 
-def hook_calls(turns: int, computes: bool = False) -> tuple[dict[str, Samples], dict[str, str]]:
-    """Microseconds of a hook by system, one sample a turn, systems in turn; and why one could not be measured. Where
-    the model ``computes``, of the systems that bring something to it.
-    """
-    registry = load_plugins(quiet=True)
-    found: dict[str, list[float]] = {}
-    refused: dict[str, str] = {}
+@dataclass(frozen=True)
+class Taken:
+    """Of one run: microseconds of a hook, of the loop itself for a token, and experts loaded for a token."""
+
+    hook_us: float
+    loop_us: float
+    loads: float
+
+
+@dataclass
+class Runs:
+    """What runs of each system took, one of each a turn, and why one could not be run."""
+
+    taken: dict[str, list[Taken]] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def hooks(self) -> dict[str, Samples]:
+        """Microseconds of a hook by system."""
+        return {name: Samples(tuple(one.hook_us for one in runs)) for name, runs in self.taken.items()}
+
+
+def run_all(turns: int, computes: bool) -> Runs:
+    """Every system in turn: a replay, or a run in which the model ``computes``."""
+    registry, found = load_plugins(quiet=True), Runs()
     with tempfile.TemporaryDirectory() as folder:
         whole = trace_format.load(str(resources.files("moebench.models.tinymoe").joinpath(TRACE)))
         path = whole.take(slice(0, int(whole.sequence_starts[SEQUENCES]))).save(Path(folder) / "part.safetensors")
         work = WorkloadConfig("trace", "trace", str(path))
         if computes:
             work = WorkloadConfig("prompts", "prompts", requests=REQUESTS, new_tokens=NEW_TOKENS)
-        wanted = [name for name, spec in registry.systems.items() if not computes or spec.brings]
         for _ in range(turns):
-            for name in [name for name in wanted if name not in refused]:
+            for name in [name for name in registry.systems if name not in found.refused]:
                 try:
-                    found.setdefault(name, []).append(_once(name, work, registry))
+                    found.taken.setdefault(name, []).append(_once(name, work, registry))
                 except MoebenchError as error:
-                    refused[name] = str(error)
-    return {name: Samples(tuple(us)) for name, us in found.items() if name not in refused}, refused
+                    found.refused[name] = str(error)
+                    found.taken.pop(name, None)
+    return found
 
 
-def _once(name: str, work: WorkloadConfig, registry: Registry) -> float:
+def colder(replays: Runs, live: Runs, layers: int) -> tuple[Samples, Samples]:
+    """Microseconds that the loop's own time grows by where a model computes between its parts: for a layer, of runs
+    that read nothing, and for an expert that is loaded, of runs that read all; raises where one of them did not run.
+    """
+    for runs in (replays, live):
+        if missing := {NOTHING, ALL} - set(runs.taken):
+            raise MoebenchError(f"{min(missing)} could not be run")
+    layer, load = [], []
+    for at in range(len(live.taken[ALL])):
+        more = {name: live.taken[name][at].loop_us - replays.taken[name][at].loop_us for name in (NOTHING, ALL)}
+        layer.append(max(0.0, more[NOTHING]) / layers)
+        load.append(max(0.0, more[ALL] - more[NOTHING]) / live.taken[ALL][at].loads)
+    return Samples(tuple(layer)), Samples(tuple(load))
+
+
+def _once(name: str, work: WorkloadConfig, registry: Registry) -> Taken:
     spec = registry.system(name)
     config = RunConfig(
         name, ANY, spec.config(), EMBEDDED, work, budget=BUDGET, mode="model", engine=spec.engine or ENGINE,
         quality=QualityConfig("none"), warmup_tokens=WARMUP,
     )  # fmt: skip
     (cell,) = plan(config, registry)
-    took = run_cell(replace(cell, clock="wall", why="calibration"), registry).volatile
-    calls = took.get("hook_calls_per_token", 0)
-    return took["hook_us_per_token"] / calls if calls else 0.0
+    row = run_cell(replace(cell, clock="wall", why="calibration"), registry)
+    hooks_us, calls = (row.volatile.get(f"{what}_per_token", 0) for what in ("hook_us", "hook_calls"))
+    split: dict[str, float] = row.details["split_ms_per_token"]
+    loads = row.metrics["reads_per_token"].value or 0.0
+    return Taken(hooks_us / calls if calls else 0.0, max(0.0, 1e3 * split["overhead"] - hooks_us), loads)

@@ -38,7 +38,8 @@ class Costs:
 
     What a measured machine says besides, 0 or None where it says nothing: the loop's own time for a pass
     (``step_s``), a layer (``layer_s``), an expert that a layer demands (``demand_s``), a layer that waits
-    (``wait_s``) and a hook of the system (``hook_s``); what the library takes of a pass beside its layers
+    (``wait_s``) and a hook of the system (``hook_s``), and what a layer and a load take longer where a model computes
+    (``live_layer_s``, ``live_load_s``); what the library takes of a pass beside its layers
     (``pass_s``), of a layer (``library_s(state_bytes, rows)``, in which its floor is), of the first wait in a layer
     (``cold_s``), of each further one (``again_s``), of each read that lands while it computes (``beside_s``), of the
     adapters in a layer (``adapters_s``), of one expert on so many rows (``expert_rows_s``, instead of ``expert_s`` and
@@ -89,6 +90,8 @@ class Costs:
     layer_s: float = 0.0
     demand_s: float = 0.0
     wait_s: float = 0.0
+    live_layer_s: float = 0.0
+    live_load_s: float = 0.0
     hook_s: float = 0.0
     pass_s: float = 0.0
     cold_s: float = 0.0

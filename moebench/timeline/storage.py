@@ -55,6 +55,8 @@ class ModeledStorage(Timeline):
         self._unmapped: set[Ticket] = set()  # transfers whose expert has to be mapped when it is there
         self._decoded_below: set[int] = set()  # experts that came down to the host, decoded
         self._pages = PageCache(costs, places)
+        # However many prefetches are served side by side, none lands sooner than one alone, where that was measured.
+        self._alone_s = costs.ahead_s[1] if costs.ahead_s else 0.0
         self._landing: list[Ticket] = []  # reads that are charged for when they land
 
     def _spend(self, part: int, until: float, what: str = "", of: int = 0) -> None:
@@ -70,7 +72,7 @@ class ModeledStorage(Timeline):
         """Start reads; completion times of demand reads are known at once, those of prefetches as time passes."""
         costs = self.costs
         if tier == "device":  # by way of a host slot it is the copy up that the host thread issues
-            self._spend(OVERHEAD, self._now + costs.load_host_s * len(keys), "issue", len(keys))
+            self._spend(OVERHEAD, self._now + (costs.load_host_s + costs.live_load_s) * len(keys), "issue", len(keys))
         now, tickets, cold = self._now, [], []
         for key, slot in zip(keys, slots, strict=True):
             ticket = Ticket(key, costs.read_bytes, slot, priority, now)
@@ -269,7 +271,7 @@ class ModeledStorage(Timeline):
             if used == need:
                 self._queue.popleft()
                 del self._left[ticket]
-                self._arrive(ticket, start)
+                self._arrive(ticket, max(start, ticket.issued_s + self._alone_s))
             else:
                 self._left[ticket], self._begun = (need - used) * speed, ticket
         return start
@@ -313,7 +315,7 @@ class ModeledStorage(Timeline):
             self._queue.remove(source)
             self._demand_free = begin + left
             self._log_read((source,), begin, self._demand_free)
-            self._arrive(source, self._demand_free)
+            self._arrive(source, max(self._demand_free, source.issued_s + self._alone_s))
 
     def cancel(self, read: Ticket, copy: Ticket | None) -> bool:
         """Take a prefetch out of the queue while none of it was served."""

@@ -203,8 +203,8 @@ class VirtualTimeline(ModeledStorage):
                 self._spend(COMPUTE, min(end, self._now + layers * busy), "dense", layers)
                 if end > self._now:
                     self._spend(OVERHEAD, end, "floor", layers)
-            if costs.layer_s:
-                self._spend(OVERHEAD, self._now + layers * costs.layer_s, "loop", layers)
+            if own := costs.layer_s + costs.live_layer_s:
+                self._spend(OVERHEAD, self._now + layers * own, "loop", layers)
         if final:
             self._compute(costs.head_s + costs.pass_s, (1.0, costs.reads_beside_layers), "head")
             if costs.step_s:
