@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from moebench.backends.base import Adapters
 from moebench.probes import live
 from moebench.probes.live import Passes, Resident
 from moebench.probes.record import Record
@@ -28,19 +27,22 @@ class Model:
     def __init__(self, cold_s: float = 0.0, again_s: float = 0.0) -> None:
         self.cold_s, self.again_s, self.now, self.waits, self.begun, self.landing_s = cold_s, again_s, 0.0, 0, 0, 0.0
         self.pack = SimpleNamespace(keys=8, slot_bytes=4096)
-        self.opening_s = self.adapter_s = 0.0
-        self.served: Adapters | None = None
+        self.opening_s = self.adapters_s = 0.0
+        self.adapted = False
 
     def reset(self, batch):
         pass
 
-    def adapt(self, adapters):
-        self.served = adapters
+    def install(self):
+        self.adapted = True
+        return self
+
+    def remove(self):
+        self.adapted = False
 
     def forward(self, step, tokens, server):
         self.now += self.landing_s * self.begun
-        if self.served is not None:
-            self.now += self.adapter_s * len(self.served.pairs)
+        self.now += self.adapters_s * self.adapted
         experts = np.tile(np.arange(TOP_K), (step.rows, 1))
         for layer in range(LAYERS):
             self.now += DENSE_S + self.opening_s * (step.position[0] == 0)
@@ -111,11 +113,11 @@ def test_a_pass_that_begins_a_sequence_is_told_from_later_ones(monkeypatch):
 
 
 def test_what_adapters_add_is_counted_for_each_and_none_stay(monkeypatch):
-    model, pair = Model(), (np.zeros((1, 4)), np.zeros((4, 1)))
-    model.adapter_s = 5e-5
-    found = passes(model, monkeypatch).adapted(Adapters(1.0, {"q": pair, "k": pair, "v": pair}), 4, 0.0)
+    model = Model()
+    model.adapters_s = 1.5e-4
+    found = passes(model, monkeypatch).adapted(model.install, 3, 4, 0.0)
     assert found.median == pytest.approx(50)
-    assert model.served is None
+    assert not model.adapted
 
 
 def test_of_what_alternates_a_profile_has_the_mean_and_of_the_rest_the_median():

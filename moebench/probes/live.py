@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moebench.backends.base import Adapters
 from moebench.probes.samples import Samples
 from moebench.step import DECODE, PREFILL, Routing, Step
 from moebench.store.block_queue import DEMAND
@@ -104,25 +103,25 @@ class Passes:
             found.append(self._parts(begun, time.perf_counter()))
         return found
 
-    def adapted(self, adapters: Adapters, context: int, seconds: float) -> Samples:
-        """Microseconds that each of ``adapters`` adds to a pass of one row: of turns of passes without and with them;
-        none are left.
+    def adapted(self, install: Callable[[], Any], count: int, context: int, seconds: float) -> Samples:
+        """Microseconds that each of ``count`` adapters adds to a pass of one row: of pairs of passes without and with
+        those that ``install`` puts in place, until it is told to ``remove`` them.
         """
         found: list[float] = []
         past, until = 0, time.perf_counter() + seconds
-        while not found or time.perf_counter() < until:
-            took: list[float] = []
-            for served in (None, adapters):
-                self.backend.adapt(served)
-                each: list[float] = []
-                for _ in range(2 * PASSES):
-                    past = self._about(past, context)
-                    begun = time.perf_counter()
-                    past += self._forward(past, 1, DECODE)
-                    each.append(time.perf_counter() - begun)
-                took.append(float(np.median(each)))
-            found.append(max(0.0, took[1] - took[0]) / len(adapters.pairs) * 1e6)
-        self.backend.adapt(None)
+        while len(found) < PASSES or time.perf_counter() < until:
+            past = self._about(past, context)
+            took = []
+            for serving in (False, True):
+                installed = install()
+                if not serving:
+                    installed.remove()  # what putting them in place does to caches is in both
+                begun = time.perf_counter()
+                past += self._forward(past, 1, DECODE)
+                took.append(time.perf_counter() - begun)
+                if serving:
+                    installed.remove()
+            found.append(max(0.0, took[1] - took[0]) / count * 1e6)
         return Samples(tuple(found))
 
     def speed(self, context: int, seconds: float) -> float:

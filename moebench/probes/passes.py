@@ -73,7 +73,8 @@ class Model:
                 self._keep("cold_us", first)
                 self._keep("again_us", more)
                 self._keep("beside_us", self._passes.beside(engine, LANDING, CONTEXT, seconds / 8))
-            self._keep("adapter_us", self._passes.adapted(_adapters(self._backend), CONTEXT, seconds / 8))
+            install, count = _adapters(self._backend.model)
+            self._keep("adapter_us", self._passes.adapted(install, count, CONTEXT, seconds / 8))
             background = beside.reading(self._file, SMALL_READ, SMALL_DEPTH)
             both = beside.shares(lambda time: self._passes.speed(CONTEXT, time), background, seconds / 8, pairs=1)
             self._keep("read_beside_layers", both.second)
@@ -121,14 +122,15 @@ class Model:
         storage["read_beside_layers"] = self._record.number(self._terms["read_beside_layers"], "share", text)
 
 
-def _adapters(backend: Any) -> Any:
-    """One beside each dense projection, that changes nothing."""
+def _adapters(model: Any) -> tuple[Callable[[], Any], int]:
+    """What puts an adapter that changes nothing beside each dense projection, and how many those are."""
     from moebench.backends.base import Adapters
-    from moebench.backends.torch_lora import dense_projections
+    from moebench.backends.torch_lora import Installed, dense_projections
 
-    found = dense_projections(backend.model).items()
+    found = dense_projections(model).items()
     shapes = {name: ((RANK, linear.in_features), (linear.out_features, RANK)) for name, linear in found}
-    return Adapters(1.0, {name: (np.zeros(a, np.float16), np.zeros(b, np.float16)) for name, (a, b) in shapes.items()})
+    pairs = {name: (np.zeros(a, np.float16), np.zeros(b, np.float16)) for name, (a, b) in shapes.items()}
+    return lambda: Installed(model, Adapters(1.0, pairs)), len(pairs)
 
 
 def _expert_s(record: Record, geometry: Any) -> Callable[[int], float]:
