@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from moebench.geometry import Geometry
-from moebench.hardware import HardwareProfile
+from moebench.hardware import HardwareProfile, Stack
 from moebench.store.extents import WHOLE, Extents
 from moebench.store.layout import QuantSpec
 from moebench.store.overlay import WRITE_UNIT_BYTES
@@ -25,7 +25,7 @@ BLOCK_BYTES = MIB  # demand pre-empts prefetch at this granularity
 COMPUTE = (
     "dense_layer_s", "dense_row_s", "head_s", "state_byte_s", "expert_s", "expert_row_s", "layer_floor_s", "byte_s",
     "host_sync_s", "host_expert_s", "host_row_s", "host_trip_s", "on_chip_s", "pass_s", "cold_s", "again_s", "beside_s",
-    "adapters_s", "live_layer_s", "live_load_s",
+    "adapters_s", "live_layer_s", "live_load_s", "dispatch_s", "gather_s",
 )  # fmt: skip
 KERNELS_BESIDE = ("compute.beside_reads", "storage.read_beside_compute")
 READ_BESIDE_LAYERS = "storage.read_beside_layers"
@@ -97,22 +97,12 @@ def build(
     """
     stack = profile.constants(stack_name)
     device_bw = profile.device_gb_s * GB
-    curves, reads_by = profile.curves, profile.curves.get(f"reads.{use.engine}", profile.read_curve)
     bits = dense_bits or geometry.bits_per_weight
     flops = (profile.int4_tflops if geometry.quant == "int4" else profile.bf16_tflops) * 1e12
     head_parameters = geometry.vocabulary * geometry.hidden
     embeddings = head_parameters * (1 if geometry.tied else 2)  # the input embedding is looked up, not streamed
     layer_parameters = max(0, geometry.dense_parameters - embeddings) / geometry.layers
-    depths = range(1, QUEUE_DEPTH + 1)
-    read_bytes = sum(use.pieces)
-    if use.engine == "mmap" and "reads.mmap" not in curves:
-        window = max(profile.page_kib, profile.readahead_kib) * KIB
-        faults = sum(-(-piece // window) for piece in use.pieces)
-        beyond = (min(window, max(use.pieces)) - profile.page_kib * KIB) / (profile.read_gb_s(window, 1) * GB)
-        cold = faults * (profile.page_fault_us * 1e-6 + max(0.0, beyond))  # a fault's time includes its page
-        read_s = (0.0, *[cold] * len(depths))
-    else:
-        read_s = (0.0, *[sum(p / (reads_by.gb_s(p, d) * GB) for p in use.pieces) for d in depths])
+    read_bytes, read_s = sum(use.pieces), _read_s(profile, use)
     loads = not use.in_place or stack.step_us > 0  # a loop that was measured goes through every expert all the same
     unified, chip = profile.unified, profile.declares("bandwidth.on_chip_gb_s")
     within = 2 / (profile.dram_gb_s * GB) if tiers == 2 else 0.0  # a copy in one memory reads and writes
@@ -150,33 +140,47 @@ def build(
         write_unit_bytes=WRITE_UNIT_BYTES,
         write_unit_s=WRITE_UNIT_BYTES / (profile.write_gb_s * GB),
         host_trip_s=0.0 if unified or not on_host else 2 * profile.link_latency_us * 1e-6,
-        step_s=stack.step_us * 1e-6,
-        layer_s=stack.layer_us * 1e-6,
-        demand_s=stack.request_us * 1e-6,
-        wait_s=stack.wait_us * 1e-6,
-        live_layer_s=stack.live_layer_us * 1e-6,
-        live_load_s=stack.live_load_us * 1e-6,
-        hook_s=stack.hook_us * 1e-6,
-        pass_s=stack.pass_us * 1e-6,
-        cold_s=stack.cold_us * 1e-6,
-        again_s=stack.again_us * 1e-6,
-        beside_s=stack.beside_us * 1e-6,
-        adapters_s=stack.adapter_us * adapters / geometry.layers * 1e-6,
-        dispatch_s=(stack.expert_us * 1e-6, stack.gather_us * 1e-6),
+        **_measured_s(stack, adapters / geometry.layers),
         library_s=_library_s(profile, geometry),
         expert_rows_s=_expert_rows_s(profile, geometry),
         experts_beside=_experts_beside(profile, geometry),
         reads_beside_layers=_declared(profile, READ_BESIDE_LAYERS),
         ahead_s=_ahead_s(profile, use),
         limit_byte_s=1 / (profile.limit_gb_s * GB) if profile.declares("storage.limit_gb_s") else 0.0,
-        around_bytes=int(profile.readahead_kib * KIB / 2) if "reads.mmap" in curves and use.engine == "mmap" else 0,
+        around_bytes=int(profile.readahead_kib * KIB / 2)
+        if "reads.mmap" in profile.curves and use.engine == "mmap"
+        else 0,
     )
 
 
 def reads_only(costs: Costs) -> Costs:
     """The costs of a run in which nothing computes: what storage, link and loop take is left."""
     nothing = dict.fromkeys(COMPUTE, 0.0)
-    return replace(costs, **nothing, dispatch_s=(0.0, 0.0), library_s=None, expert_rows_s=None)
+    return replace(costs, **nothing, library_s=None, expert_rows_s=None)
+
+
+def _read_s(profile: HardwareProfile, use: StorageUse) -> tuple[float, ...]:
+    """Service times of one expert's demand reads by queue depth; the first is not used."""
+    depths = range(1, QUEUE_DEPTH + 1)
+    if use.engine == "mmap" and "reads.mmap" not in profile.curves:
+        window = max(profile.page_kib, profile.readahead_kib) * KIB
+        faults = sum(-(-piece // window) for piece in use.pieces)
+        beyond = (min(window, max(use.pieces)) - profile.page_kib * KIB) / (profile.read_gb_s(window, 1) * GB)
+        cold = faults * (profile.page_fault_us * 1e-6 + max(0.0, beyond))  # a fault's time includes its page
+        return (0.0, *[cold] * len(depths))
+    curve = profile.curves.get(f"reads.{use.engine}", profile.read_curve)
+    return (0.0, *[sum(p / (curve.gb_s(p, d) * GB) for p in use.pieces) for d in depths])
+
+
+def _measured_s(stack: Stack, adapters: float) -> dict[str, float]:
+    """What was measured of moebench's own loop and library, with so many ``adapters`` in a layer."""
+    micros = {
+        "step_s": stack.step_us, "layer_s": stack.layer_us, "demand_s": stack.request_us, "wait_s": stack.wait_us,
+        "hook_s": stack.hook_us, "live_layer_s": stack.live_layer_us, "live_load_s": stack.live_load_us,
+        "pass_s": stack.pass_us, "cold_s": stack.cold_us, "again_s": stack.again_us, "beside_s": stack.beside_us,
+        "dispatch_s": stack.expert_us, "gather_s": stack.gather_us, "adapters_s": stack.adapter_us * adapters,
+    }  # fmt: skip
+    return {name: us * 1e-6 for name, us in micros.items()}
 
 
 def _cached_s(profile: HardwareProfile, geometry: Geometry, use: StorageUse) -> float:

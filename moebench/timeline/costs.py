@@ -43,7 +43,7 @@ class Costs:
     (``pass_s``), of a layer (``library_s(state_bytes, rows)``, in which its floor is), of the first wait in a layer
     (``cold_s``), of each further one (``again_s``), of each read that lands while it computes (``beside_s``), of the
     adapters in a layer (``adapters_s``), of one expert on so many rows (``expert_rows_s``, instead of ``expert_s`` and
-    ``expert_row_s``), and of each expert beside that in a pass of one row or of several (``dispatch_s``);
+    ``expert_row_s``), and of each expert beside that on one row (``dispatch_s``) or on several (``gather_s``);
     ``experts_beside`` are the shares of their speed that experts keep while storage reads, and that reads keep then;
     beside all else that computes reads keep ``reads_beside_layers``. ``ahead_s[d]`` is ``read_s[d]`` of prefetches that
     keep the queue at ``d``, a fault brings the experts of ``around_bytes`` on either side, and ``limit_byte_s`` is what
@@ -98,7 +98,8 @@ class Costs:
     again_s: float = 0.0
     beside_s: float = 0.0
     adapters_s: float = 0.0
-    dispatch_s: tuple[float, float] = (0.0, 0.0)
+    dispatch_s: float = 0.0
+    gather_s: float = 0.0
     library_s: Callable[[int, int], float] | None = None
     expert_rows_s: Callable[[float], float] | None = None
     experts_beside: tuple[float, float] = (1.0, 1.0)

@@ -130,7 +130,7 @@ class VirtualTimeline(ModeledStorage):
     def _experts_s(self, count: int, rows: int) -> float:
         """Seconds of ``count`` experts over ``rows`` pairs by themselves."""
         costs = self.costs
-        each = costs.dispatch_s[self._several]
+        each = costs.gather_s if self._several else costs.dispatch_s
         if costs.expert_rows_s is not None:
             return count * (costs.expert_rows_s(rows / count) + each) if count else 0.0
         return max(count * costs.expert_s, rows * costs.expert_row_s) + count * each
